@@ -1,0 +1,1 @@
+"""What LoCo is: pure functions in plain torch, and the byte layout of what travels."""

@@ -1,0 +1,83 @@
+"""The compensation of LoCo: add the stored error, and average the new one into it.
+
+``h = g + e`` travels as ``d``; what was not sent, ``r = h - d``, is averaged into the stored error,
+``e' = beta * e + (1 - beta) * r``. It follows that ``d_t = g_t + (e_t - e_{t+1}) / (1 - beta)``: summed over steps nothing
+of the gradient is lost, it only arrives late. The error is stored as 8-bit codes with one fp32 scale per block.
+
+Source: LoCo (arXiv 2407.04480), moving average as in DeepSpeed PR 6730 (``err_beta``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_loco.core.quantize import dequantize_blocks, fp32, quantize_blocks
+
+ERROR_BITS = 8
+"""Width of the stored error."""
+
+
+@dataclass
+class ErrorState:
+    """Stored compression error of the quantised elements of one bucket, in the unit of the gradients it is added to.
+
+    Attributes:
+        codes: int8, shape ``[num_blocks, block_size]``. Positions behind the end of a partial block stay 0.
+        scales: fp32, shape ``[num_blocks]``; never negative, never non-finite.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    @classmethod
+    def zeros(cls, num_blocks: int, block_size: int, device: torch.device) -> ErrorState:
+        """Allocate a state of zero error on ``device``."""
+        return cls(
+            codes=torch.zeros(num_blocks, block_size, dtype=torch.int8, device=device),
+            scales=torch.zeros(num_blocks, dtype=torch.float32, device=device),
+        )
+
+    def rows(self, first: int, last: int) -> ErrorState:
+        """A view of blocks ``first`` to ``last - 1``."""
+        return ErrorState(self.codes[first:last], self.scales[first:last])
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the state in bytes."""
+        return self.codes.numel() + 4 * self.scales.numel()
+
+
+def load_error(error: ErrorState) -> Tensor:
+    """Return the stored error in fp32, shape ``[num_blocks, block_size]``."""
+    return dequantize_blocks(error.codes, error.scales)
+
+
+def update_error(error: ErrorState, old: Tensor, residual: Tensor, finite: Tensor, beta: float) -> Tensor:
+    """Store ``beta * old + (1 - beta) * residual`` in the blocks of ``error``, in place.
+
+    Args:
+        error: Where to store.
+        old: The error that was added in this step (:func:`load_error`), fp32 ``[num_blocks, block_size]``.
+        residual: ``h - d`` of this step, same shape and dtype.
+        finite: bool ``[num_blocks]``; blocks that are not finite keep their old error, which is finite.
+        beta: Weight of the old error.
+
+    Returns:
+        The new error in fp32 before its rounding to 8 bits, same shape as ``old``.
+    """
+    updated = old * fp32(beta) + residual * fp32(1.0 - beta)
+    updated = torch.where(finite[:, None], updated, old)
+    codes, scales = quantize_blocks(updated, ERROR_BITS)
+    # Not re-rounded: a block that is kept must stay the same bits.
+    error.codes.copy_(torch.where(finite[:, None], codes, error.codes))
+    error.scales.copy_(torch.where(finite, scales, error.scales))
+    return updated
+
+
+def reset_error(error: ErrorState) -> None:
+    """Set the stored error to zero, in place."""
+    error.codes.zero_()
+    error.scales.zero_()

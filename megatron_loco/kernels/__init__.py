@@ -1,0 +1,1 @@
+"""Encode and decode-and-sum behind one schema, with interchangeable backends."""

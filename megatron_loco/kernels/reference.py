@@ -1,0 +1,155 @@
+"""Encode and decode-and-sum in plain torch: the oracle of the fast backends, and a backend that runs anywhere.
+
+Order of operations, per block (all fp32; :mod:`megatron_loco.core.quantize` has the details):
+
+1. ``e = error_code * error_scale``; ``h = g + e``; positions behind a partial block's end are 0.
+2. ``codes, scale = quantize(h)``; ``d = code * scale``; ``r = h - d``.
+3. ``e' = beta * e + (1 - beta) * r``, stored as ``quantize(e', 8 bits)``; kept if the block has NaN or Inf; zero on a
+   reset step.
+4. Receivers: ``sum = 0 + d_0 + d_1 + ...`` in rank order, then ``/ divisor``, then rounded to the bucket's dtype.
+
+Assert bitwise: codes, scales, stored error, exact values, fp32 sums. Statistics may differ in their last bits (order of
+summation). Cost: about 25 passes over memory; runs are worked on in pieces that stay in cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_loco.core.error_feedback import ErrorState, load_error, reset_error, update_error
+from megatron_loco.core.quantize import dequantize_blocks, pack_codes, quantize_blocks, unpack_codes
+from megatron_loco.core.wire import SCALE_BYTES, BlockRun, BucketLayout, ShardLayout
+from megatron_loco.kernels.schema import Statistics
+
+PIECE_ELEMENTS = 2**18
+"""Elements worked on at a time: fp32 temporaries of 1 MiB stay in a core's L2 cache."""
+
+
+class ReferenceBackend:
+    """See the module's docstring; implements :class:`megatron_loco.kernels.schema.Backend`."""
+
+    name = "reference"
+
+    def encode(
+        self,
+        grad: Tensor,
+        error: ErrorState,
+        layout: BucketLayout,
+        shards: Sequence[int],
+        send: Tensor,
+        *,
+        beta: float,
+        reset: bool,
+        statistics: Tensor,
+    ) -> None:
+        """Write payloads and update the error; arguments as in :meth:`Backend.encode`."""
+        offsets = layout.send_offsets
+        for index in shards:
+            shard = layout.shards[index]
+            payload = send[offsets[index] : offsets[index] + shard.payload_bytes]
+            codes, scales = _code_views(payload[None], layout, shard)
+            for run in _pieces(shard.runs, layout.block_size):
+                rows = slice(run.first_block - shard.first_block, run.first_block - shard.first_block + run.num_blocks)
+                packed, run_scales = _encode_run(grad, error, layout, run, beta, reset, statistics)
+                codes[0, rows] = packed
+                scales[0, rows] = run_scales
+            _zero_gaps(payload, layout, shard)
+            exact = _exact_view(payload[None], shard, grad.dtype)
+            if shard.exact:
+                torch.cat([grad[a:b] for a, b in shard.exact], out=exact[0])
+
+    def decode_sum(self, recv: Tensor, layout: BucketLayout, rank: int, output: Tensor, *, divisor: int) -> None:
+        """Sum what arrived; arguments as in :meth:`Backend.decode_sum`."""
+        shard = layout.shards[rank]
+        payloads = recv.view(layout.world_size, shard.payload_bytes)
+        codes, scales = _code_views(payloads, layout, shard)
+        for run in _pieces(shard.runs, layout.block_size):
+            rows = slice(run.first_block - shard.first_block, run.first_block - shard.first_block + run.num_blocks)
+            total = torch.zeros(run.num_blocks, layout.block_size, dtype=torch.float32, device=recv.device)
+            for source in range(layout.world_size):
+                total += dequantize_blocks(unpack_codes(codes[source, rows], layout.bits), scales[source, rows])
+            _write(output, shard, run.start, run.stop, total.view(-1)[: run.stop - run.start], divisor)
+        exact = _exact_view(payloads, shard, output.dtype)
+        taken = 0
+        for start, stop in shard.exact:
+            total = torch.zeros(stop - start, dtype=torch.float32, device=recv.device)
+            for source in range(layout.world_size):
+                total += exact[source, taken : taken + stop - start].to(torch.float32)
+            taken += stop - start
+            _write(output, shard, start, stop, total, divisor)
+        for start, stop in shard.padding:
+            output[start - shard.start : stop - shard.start].zero_()
+
+
+def _encode_run(
+    grad: Tensor,
+    error: ErrorState,
+    layout: BucketLayout,
+    run: BlockRun,
+    beta: float,
+    reset: bool,
+    statistics: Tensor,
+) -> tuple[Tensor, Tensor]:
+    blocks = torch.zeros(run.num_blocks, layout.block_size, dtype=torch.float32, device=grad.device)
+    blocks.view(-1)[: run.stop - run.start] = grad[run.start : run.stop]
+    stored = error.rows(run.first_block, run.first_block + run.num_blocks)
+    old = load_error(stored)
+    compensated = blocks + old
+    codes, scales = quantize_blocks(compensated, layout.bits)
+    finite = torch.isfinite(scales)
+    residual = compensated - dequantize_blocks(codes, scales)
+    if reset:
+        reset_error(stored)
+        new = torch.zeros_like(old)
+    else:
+        new = update_error(stored, old, residual, finite, beta)
+    for index, values in (
+        (Statistics.GRAD_SQ, blocks),
+        (Statistics.RESIDUAL_SQ, residual),
+        (Statistics.ERROR_SQ, new),
+    ):
+        statistics[index] += torch.where(finite, values.square().sum(dim=1), 0.0).sum(dtype=torch.float64)
+    statistics[Statistics.NONFINITE_BLOCKS] += (~finite).sum()
+    return pack_codes(codes, layout.bits), scales
+
+
+def _pieces(runs: Sequence[BlockRun], block_size: int) -> Iterator[BlockRun]:
+    blocks_per_piece = max(1, PIECE_ELEMENTS // block_size)
+    for run in runs:
+        for block in range(0, run.num_blocks, blocks_per_piece):
+            count = min(blocks_per_piece, run.num_blocks - block)
+            start = run.start + block * block_size
+            yield BlockRun(start, min(run.stop, start + count * block_size), run.first_block + block, count)
+
+
+def _code_views(payloads: Tensor, layout: BucketLayout, shard: ShardLayout) -> tuple[Tensor, Tensor]:
+    # uint8 [ranks, num_blocks, code_block_bytes] and fp32 [ranks, num_blocks], both views of the payloads.
+    codes = payloads[:, : shard.num_blocks * layout.code_block_bytes]
+    scales = payloads[:, shard.scales_offset : shard.scales_offset + shard.num_blocks * SCALE_BYTES]
+    return codes.unflatten(1, (shard.num_blocks, layout.code_block_bytes)), scales.view(torch.float32)
+
+
+def _exact_view(payloads: Tensor, shard: ShardLayout, dtype: torch.dtype) -> Tensor:
+    num_bytes = shard.num_exact * dtype.itemsize
+    return payloads[:, shard.exact_offset : shard.exact_offset + num_bytes].view(dtype)
+
+
+def _zero_gaps(payload: Tensor, layout: BucketLayout, shard: ShardLayout) -> None:
+    # Bytes between the regions: defined, so that equal gradients give equal payloads.
+    exact_end = shard.exact_offset + shard.num_exact * layout.exact_itemsize
+    for start, stop in (
+        (shard.num_blocks * layout.code_block_bytes, shard.scales_offset),
+        (shard.scales_offset + shard.num_blocks * SCALE_BYTES, shard.exact_offset),
+        (exact_end, shard.payload_bytes),
+    ):
+        payload[start:stop] = 0
+
+
+def _write(output: Tensor, shard: ShardLayout, start: int, stop: int, total: Tensor, divisor: int) -> None:
+    if divisor != 1:
+        # By a tensor: torch may turn a division by a Python number into a product with its rounded reciprocal.
+        total = total / torch.full((), divisor, dtype=torch.float32, device=total.device)
+    output[start - shard.start : stop - shard.start] = total.to(output.dtype)

@@ -1,0 +1,110 @@
+"""The two operations that a backend implements, and the one place that checks their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_loco.core.error_feedback import ErrorState
+from megatron_loco.core.wire import BucketLayout
+
+GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NUM_STATISTICS = 4
+"""Sums that encode adds up per bucket: ``[g^2, (h - d)^2, e'^2, blocks with NaN or Inf]``; see :class:`Statistics`."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Names of the entries of a statistics tensor (fp64, shape ``[NUM_STATISTICS]``), summed over finite blocks."""
+
+    GRAD_SQ = 0
+    RESIDUAL_SQ = 1
+    ERROR_SQ = 2
+    NONFINITE_BLOCKS = 3
+
+
+class Backend(Protocol):
+    """An implementation of both operations on the devices that it supports."""
+
+    name: str
+
+    def encode(
+        self,
+        grad: Tensor,
+        error: ErrorState,
+        layout: BucketLayout,
+        shards: Sequence[int],
+        send: Tensor,
+        *,
+        beta: float,
+        reset: bool,
+        statistics: Tensor,
+    ) -> None:
+        """Write the payloads of ``shards`` and update the error of their blocks.
+
+        Args:
+            grad: The bucket, shape ``[layout.numel]``, contiguous; not written.
+            error: Error state of the whole bucket, updated in place.
+            layout: Byte layout.
+            shards: Which destinations to encode; a subset lets the caller send early.
+            send: uint8, shape ``[layout.send_bytes]``; only the payloads of ``shards`` are written, every byte of them.
+            beta: Weight of the old error.
+            reset: Whether this step sets the error to zero instead of updating it.
+            statistics: fp64 ``[NUM_STATISTICS]``, added to in place.
+        """
+
+    def decode_sum(self, recv: Tensor, layout: BucketLayout, rank: int, output: Tensor, *, divisor: int) -> None:
+        """Decode one payload from every rank, sum in fp32 in rank order, divide, and write the shard of ``rank``.
+
+        Args:
+            recv: uint8, shape ``[layout.recv_bytes(rank)]``: payloads in rank order.
+            layout: Byte layout.
+            rank: Whose shard it is.
+            output: Shape ``[layout.numel / world_size]``, dtype of the bucket; every element is written.
+            divisor: 1 for a sum, the size of the group for an average.
+        """
+
+
+def check_encode(grad: Tensor, error: ErrorState, layout: BucketLayout, send: Tensor) -> None:
+    """Check shapes, dtypes, contiguity and devices of an encode.
+
+    Raises:
+        ValueError: naming the tensor and what it should be.
+    """
+    _check("grad", grad, (layout.numel,), GRAD_DTYPES)
+    _check("send", send, (layout.send_bytes,), (torch.uint8,))
+    _check("error.codes", error.codes, (layout.num_blocks, layout.block_size), (torch.int8,))
+    _check("error.scales", error.scales, (layout.num_blocks,), (torch.float32,))
+    if grad.element_size() != layout.exact_itemsize:
+        raise ValueError(f"grad has {grad.element_size()}-byte elements, the layout was made for {layout.exact_itemsize}")
+    if len({grad.device, send.device, error.codes.device, error.scales.device}) != 1:
+        raise ValueError(f"grad, send and error must be on one device, got {grad.device} and {error.codes.device}")
+
+
+def check_decode(recv: Tensor, layout: BucketLayout, rank: int, output: Tensor) -> None:
+    """Check shapes, dtypes, contiguity and devices of a decode.
+
+    Raises:
+        ValueError: naming the tensor and what it should be.
+    """
+    _check("recv", recv, (layout.recv_bytes(rank),), (torch.uint8,))
+    _check("output", output, (layout.numel // layout.world_size,), GRAD_DTYPES)
+    if output.element_size() != layout.exact_itemsize:
+        raise ValueError(
+            f"output has {output.element_size()}-byte elements, the layout was made for {layout.exact_itemsize}"
+        )
+    if recv.device != output.device:
+        raise ValueError(f"recv and output must be on one device, got {recv.device} and {output.device}")
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
