@@ -1,0 +1,29 @@
+"""LoCo in Megatron-core: :func:`patch` installs it, the handle that it returns removes it."""
+
+from __future__ import annotations
+
+from megatron_loco.config import LoCoConfig
+from megatron_loco.integrations.megatron.seams import seams, supported_release
+from megatron_loco.patching import PatchHandle, apply
+
+
+def patch(config: LoCoConfig | None = None, *, allow_unknown_source: bool = False) -> PatchHandle:
+    """Put LoCo into Megatron-core in this process; call it before the training script's ``main`` runs.
+
+    Args:
+        config: Settings for programs that do not use Megatron's command line. Default: what ``--loco-*`` says, and
+            without ``--loco-bits`` the run stays bitwise the stock one.
+        allow_unknown_source: Install although the installed Megatron differs from the releases that were tested.
+
+    Returns:
+        A handle whose ``remove()`` restores Megatron; also a context manager.
+
+    Raises:
+        RuntimeError: the release is not supported, or a seam does not fit (:class:`megatron_loco.patching.SeamError`,
+            which lists every mismatch).
+    """
+    supported_release(allow_unknown_source)
+    return apply(seams(config), allow_unknown_source=allow_unknown_source)
+
+
+__all__ = ["patch"]

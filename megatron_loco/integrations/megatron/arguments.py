@@ -1,0 +1,175 @@
+"""The ``--loco-*`` flags on Megatron's own command line, and the combinations that LoCo does not handle."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron_loco.config import LoCoConfig, fields, flag
+
+OFF = "off"
+
+_UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "--use-distributed-optimizer",
+        lambda a: not a.use_distributed_optimizer,
+        "LoCo compresses the distributed optimizer's reduce-scatter; add --use-distributed-optimizer",
+    ),
+    ("--fp16", lambda a: a.fp16, "the error state does not follow a dynamic loss scale yet; use --bf16"),
+    (
+        "--use-megatron-fsdp",
+        lambda a: a.use_megatron_fsdp,
+        "LoCo does not reach its gradient reduction; remove the flag and use --use-distributed-optimizer",
+    ),
+    (
+        "--use-torch-fsdp2",
+        lambda a: a.use_torch_fsdp2,
+        "LoCo does not reach its gradient reduction; remove the flag and use --use-distributed-optimizer",
+    ),
+    (
+        "--num-distributed-optimizer-instances",
+        lambda a: a.num_distributed_optimizer_instances > 1,
+        "several optimizer instances are not handled yet; set it to 1",
+    ),
+    (
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+        lambda a: a.ddp_reduce_scatter_with_fp32_accumulation,
+        "LoCo always sums in fp32; remove the flag",
+    ),
+    (
+        "--context-parallel-size",
+        lambda a: a.context_parallel_size > 1,
+        "context parallelism is not verified yet; set it to 1",
+    ),
+    (
+        "--calculate-per-token-loss",
+        lambda a: a.calculate_per_token_loss,
+        "the error state does not follow the token count yet; remove the flag",
+    ),
+    (
+        "--optimizer",
+        lambda a: a.optimizer not in ("adam", "sgd"),
+        "only 'adam' and 'sgd' are handled (layer-wise optimizers reduce in another way)",
+    ),
+    (
+        "--rerun-mode",
+        lambda a: a.rerun_mode == "report_stats",
+        "it runs every step twice, which would count each error twice; use validate_results or disabled",
+    ),
+    (
+        "--cuda-graph-impl",
+        lambda a: a.cuda_graph_impl == "full_iteration",
+        "capturing the whole iteration is not verified yet; use another implementation",
+    ),
+    ("--use-nccl-ub", lambda a: a.nccl_ub, "LoCo's buffers are not NCCL user buffers; remove the flag"),
+    (
+        "--reuse-grad-buf-for-mxfp8-param-ag",
+        lambda a: a.reuse_grad_buf_for_mxfp8_param_ag,
+        "sharing the gradient buffer with the parameter gather is not verified yet; remove the flag",
+    ),
+    (
+        "--tensor-parallel-num-weight-shards",
+        lambda a: a.gtp_weight_remat_size > 1 or a.expert_gtp_weight_remat_size > 1,
+        "sharded tensor-parallel weights are not verified yet; remove the flag",
+    ),
+)
+"""``(flag, whether the parsed arguments have the combination, reason and remedy)``."""
+
+
+def wrap_add_megatron_arguments(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the replacement of ``megatron.training.arguments.add_megatron_arguments``."""
+
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = stock(parser)
+        add_loco_arguments(parser)
+        return parser
+
+    return add_megatron_arguments
+
+
+def wrap_validate_args(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the replacement of ``megatron.training.arguments.validate_args``."""
+
+    def validate_args(args: Any, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006 - Megatron's own signature
+        result = stock(args, defaults)
+        validate_loco_args(args)
+        return result
+
+    return validate_args
+
+
+def wrap_load_yaml(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the replacement of ``megatron.training.yaml_arguments.load_yaml``.
+
+    Megatron's ``--yaml-cfg`` throws the parsed command line away, and LoCo would be off without a word.
+    """
+
+    def load_yaml(yaml_path: str) -> Any:
+        given = [word for word in sys.argv[1:] if word.startswith("--loco-")]
+        if given:
+            raise ValueError(
+                f"{given[0]} has no effect with --yaml-cfg, which replaces the command line; pass Megatron's settings "
+                "as flags instead"
+            )
+        return stock(yaml_path)
+
+    return load_yaml
+
+
+def add_loco_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the group of ``--loco-*`` flags, one per field of :class:`megatron_loco.config.LoCoConfig`."""
+    group = parser.add_argument_group(
+        "LoCo",
+        "4-bit gradient communication: --loco-bits turns it on. Needs --use-distributed-optimizer.",
+    )
+    for name, kind, default, metadata in fields():
+        # The default is filled in by validate_loco_args: None tells a flag that was not given from one that was.
+        if name == "bits":
+            group.add_argument(flag(name), type=_bits, default=None, metavar="{4,8,32,off}", help=metadata["help"])
+        else:
+            group.add_argument(
+                flag(name),
+                type=kind,
+                default=None,
+                choices=metadata["choices"],
+                help=f"{metadata['help']} Default: {default}.",
+            )
+
+
+def validate_loco_args(args: Any) -> None:
+    """Check the ``--loco-*`` values and what they are combined with; fill in the defaults.
+
+    Args:
+        args: Megatron's namespace after its own validation; ``loco_*`` attributes are set to their effective values, all
+            ``None`` where LoCo is off.
+
+    Raises:
+        ValueError: one message that names every flag in the way, each with its remedy.
+    """
+    given = {name: getattr(args, f"loco_{name}", None) for name, *_ in fields()}
+    if given["bits"] in (None, OFF):
+        stray = [flag(name) for name, value in given.items() if name != "bits" and value is not None]
+        if stray and given["bits"] is None:
+            raise ValueError(f"{', '.join(stray)} has no effect without --loco-bits; add --loco-bits 4 or remove it")
+        for name in given:
+            setattr(args, f"loco_{name}", None)
+        return
+    config = LoCoConfig(**{name: value for name, value in given.items() if value is not None})
+    problems = [f"{name}: {remedy}" for name, applies, remedy in _UNSUPPORTED if applies(args)]
+    if problems:
+        raise ValueError("--loco-bits cannot be used like this:\n  " + "\n  ".join(problems))
+    for name in given:
+        setattr(args, f"loco_{name}", getattr(config, name))
+
+
+def config_from_args(args: Any) -> LoCoConfig | None:
+    """Return the settings in Megatron's validated namespace, or ``None`` where LoCo is off."""
+    if getattr(args, "loco_bits", None) is None:
+        return None
+    return LoCoConfig(**{name: getattr(args, f"loco_{name}") for name, *_ in fields()})
+
+
+def _bits(text: str) -> int | str:
+    return OFF if text == OFF else int(text)
