@@ -68,8 +68,15 @@ class PatchHandle:
         return tuple(i.patch.target for i in self._installed)
 
     def original(self, target: str) -> Any:
-        """Return what stood at ``target`` before."""
-        return next(i.original for i in self._installed if i.patch.target == target)
+        """Return what stood at ``target`` before.
+
+        Raises:
+            KeyError: no patch of ``target`` is installed.
+        """
+        for item in self._installed:
+            if item.patch.target == target:
+                return item.original
+        raise KeyError(target)
 
     def remove(self) -> None:
         """Restore every original in reverse order; a second call does nothing.
@@ -77,7 +84,14 @@ class PatchHandle:
         Raises:
             RuntimeError: somebody replaced a patched attribute afterwards. Nothing is restored then.
         """
-        foreign = [i.patch.target for i in self._installed if _own(i.owner, i.name) is not i.replacement]
+        foreign: list[str] = []
+        standing: dict[tuple[int, str], Any] = {}
+        for item in reversed(self._installed):
+            # Undone in thought: two patches of one attribute lie on top of each other.
+            key = (id(item.owner), item.name)
+            if standing.get(key, _own(item.owner, item.name)) is not item.replacement:
+                foreign.append(item.patch.target)
+            standing[key] = item.original
         if foreign:
             raise RuntimeError(
                 f"cannot remove patches: {', '.join(foreign)} was replaced by somebody else afterwards; undo that first"
@@ -110,7 +124,7 @@ def apply(patches: Iterable[Patch], *, allow_unknown_source: bool = False) -> Pa
         try:
             owner, name = _locate(patch.target)
             original = getattr(owner, name)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, ValueError, TypeError) as error:  # the last two: a malformed target
             problems.append(f"{patch.target}: not found ({error})")
             continue
         problems += _mismatches(patch, original, allow_unknown_source)
@@ -130,7 +144,8 @@ def apply(patches: Iterable[Patch], *, allow_unknown_source: bool = False) -> Pa
 
 def fingerprint(function: Callable[..., Any]) -> str:
     """Return 16 hex digits that identify the source text of ``function``, indentation apart."""
-    source = textwrap.dedent(inspect.getsource(function))
+    # The text of the code object: getsource of the function would follow functools.wraps to what somebody has wrapped.
+    source = textwrap.dedent(inspect.getsource(getattr(function, "__code__", function)))
     lines = [line.rstrip() for line in source.splitlines()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
@@ -146,12 +161,21 @@ def _locate(target: str) -> tuple[Any, str]:
 
 def _mismatches(patch: Patch, original: Any, allow_unknown_source: bool) -> list[str]:
     problems = []
+    if patch.kind not in ("replace", "wrap"):
+        problems.append(f"{patch.target}: kind must be 'replace' or 'wrap', got {patch.kind!r}")
     if patch.parameters is not None:
-        missing = [p for p in patch.parameters if p not in inspect.signature(original).parameters]
+        try:
+            actual_parameters = set(inspect.signature(original).parameters)
+        except (TypeError, ValueError):  # not callable, or written in C without a signature
+            actual_parameters = set()
+        missing = [p for p in patch.parameters if p not in actual_parameters]
         if missing:
             problems.append(f"{patch.target}: has no parameter {', '.join(missing)}")
     if patch.sources is not None and not allow_unknown_source:
-        actual = fingerprint(original)
+        try:
+            actual = fingerprint(original)
+        except (TypeError, OSError):  # not a Python function, or its file is not there
+            actual = "without text"
         if actual not in patch.sources:
             problems.append(
                 f"{patch.target}: unknown source {actual} (tested: {', '.join(sorted(patch.sources))}); the file was "
@@ -160,9 +184,12 @@ def _mismatches(patch: Patch, original: Any, allow_unknown_source: bool) -> list
     return problems
 
 
+_ABSENT = object()
+
+
 def _own(owner: Any, name: str) -> Any:
     # vars() and not getattr(): a class attribute must be compared as stored, without binding.
-    return vars(owner).get(name)
+    return vars(owner).get(name, _ABSENT)
 
 
 def _install(patch: Patch, owner: Any, name: str) -> _Installed:

@@ -25,7 +25,8 @@ def reduce_scatter(
     async_op: bool = False,
     exact: Callable[..., Any] = dist.reduce_scatter_tensor,
 ) -> Any:
-    """Reduce ``input`` over ``group`` and leave this rank's shard in ``output``, as ``dist.reduce_scatter_tensor`` does.
+    """Reduce ``input`` over ``group`` and leave this rank's shard in ``output``, as ``dist.reduce_scatter_tensor``
+    does.
 
     1. In the warm-up, and in a group of one rank, call ``exact``.
     2. Encode: add the stored error, quantise, pack one payload per destination, update the error.
@@ -37,8 +38,8 @@ def reduce_scatter(
 
     Args:
         output: This rank's shard, shape ``[numel / world_size]``, fp32, bf16 or fp16.
-        input: The local gradients, shape ``[numel]``, contiguous, same dtype. Not written, unless ``output`` is a view of it.
-        state: State of this bucket; its error and counters advance by one step.
+        input: The local gradients, shape ``[numel]``, contiguous, same dtype. Not written, unless ``output`` is a view
+        of it. state: State of this bucket; its error and counters advance by one step.
         op: ``dist.ReduceOp.SUM`` or ``AVG``.
         group: Ranks that hold the other gradients; its size is the layout's.
         async_op: Return at once; the result exists after ``wait()`` of what is returned.
@@ -66,8 +67,15 @@ def reduce_scatter(
 
     send = state.scratch.take(layout.send_bytes)
     recv = state.scratch.take(layout.recv_bytes(rank))
-    check_encode(input, state.error, layout, send)
-    check_decode(recv, layout, rank, output)
+    try:
+        check_encode(input, state.error, layout, send)
+        check_decode(recv, layout, rank, output)
+        if output.dtype != input.dtype:
+            raise ValueError(f"output must be {input.dtype} as the gradients are, got {output.dtype}")
+    except ValueError:
+        state.scratch.give_back(send)
+        state.scratch.give_back(recv)
+        raise
     state.statistics.zero_()
     state.backend.encode(
         input,
@@ -75,6 +83,7 @@ def reduce_scatter(
         layout,
         range(layout.world_size),
         send,
+        step=state.step,
         beta=state.config.beta,
         reset=state.resets_now,
         statistics=state.statistics,
@@ -89,6 +98,7 @@ def reduce_scatter(
         group=group,
         async_op=True,
     )
+    assert transfer is not None  # async_op, and this rank belongs to the group
     divisor = layout.world_size if op == dist.ReduceOp.AVG else 1
 
     @torch.no_grad()

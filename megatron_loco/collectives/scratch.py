@@ -9,8 +9,8 @@ from torch import Tensor
 class ScratchPool:
     """Byte buffers that are taken for one collective and given back when it is done.
 
-    A request is served by the smallest free buffer that is large enough; without one, the largest free buffer is replaced by
-    a larger one. After the first steps, which show the largest sizes, nothing is allocated any more.
+    A request is served by the smallest free buffer that is large enough; without one, the largest free buffer is
+    replaced by a larger one. After the first steps, which show the largest sizes, nothing is allocated any more.
 
     On an accelerator a buffer may be given back once the stream that takes it next is ordered behind its last use; the
     collectives give back after ``wait()``, which orders the current stream behind the transfer.
@@ -47,6 +47,8 @@ class ScratchPool:
     def give_back(self, taken: Tensor) -> None:
         """Return a tensor of :meth:`take` to the pool; its owner must not touch it afterwards."""
         buffer = taken if taken._base is None else taken._base
+        # Twice in the pool, it would be lent to two collectives at once.
+        assert not any(free is buffer for free in self._free), "given back twice"
         self._free.append(buffer)
 
     def _remove(self, buffer: Tensor) -> None:

@@ -71,7 +71,7 @@ class BucketState:
         return interval > 0 and (self.step + 1 - self.config.warmup_steps) % interval == 0
 
     def count_all_reduce(self) -> None:
-        """Count a step in which the caller reduced the bucket by an exact all-reduce; error and step stay as they are."""
+        """Count a step whose reduction was an exact all-reduce by the caller; error and step stay as they are."""
         sent_bytes = 2 * self.layout.ring_bytes(self.layout.exact_itemsize)
         self.statistics.zero_()
         self.traffic.add(sent_bytes, self.layout.ring_bytes(torch.bfloat16.itemsize), compressed=False)

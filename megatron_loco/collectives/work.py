@@ -32,9 +32,10 @@ class Work:
         """Wait for the transfer and compute the result; later calls do nothing."""
         if self._finish is None:
             return
-        finish, self._finish = self._finish, None
         self._transfer.wait()
-        finish()
+        self._finish()
+        # Only now: after a transfer that failed there is no result, and a second wait must not say that there is.
+        self._finish = None
 
     def is_completed(self) -> bool:
         """Whether the result is there, or would be without waiting for the network."""

@@ -1,8 +1,13 @@
 """The compensation of LoCo: add the stored error, and average the new one into it.
 
 ``h = g + e`` travels as ``d``; what was not sent, ``r = h - d``, is averaged into the stored error,
-``e' = beta * e + (1 - beta) * r``. It follows that ``d_t = g_t + (e_t - e_{t+1}) / (1 - beta)``: summed over steps nothing
-of the gradient is lost, it only arrives late. The error is stored as 8-bit codes with one fp32 scale per block.
+``e' = beta * e + (1 - beta) * r``. It follows that ``d_t = g_t + (e_t - e_{t+1}) / (1 - beta)``: summed over steps
+nothing of the gradient is lost, it only arrives late. The error is stored as 8-bit codes with one fp32 scale per block.
+
+Storing must not lose anything on average either. An element whose error grows by less than half a storage step per
+optimizer step would be rounded back for ever and never be sent (with ``beta = 0.8``: gradients below about 1/700 of the
+block's largest). So ``e'`` is rounded with a dither that runs evenly through ``(0, 1)`` from step to step
+(:func:`storage_dither`): every element is stored without bias, and still as a function of step and position alone.
 
 Source: LoCo (arXiv 2407.04480), moving average as in DeepSpeed PR 6730 (``err_beta``).
 """
@@ -18,6 +23,10 @@ from megatron_loco.core.quantize import dequantize_blocks, fp32, quantize_blocks
 
 ERROR_BITS = 8
 """Width of the stored error."""
+
+_STEP_STRIDE = 0xC13FA9A9
+_ELEMENT_STRIDE = 0x91E10DA5
+_DITHER_BITS = 16
 
 
 @dataclass
@@ -55,7 +64,40 @@ def load_error(error: ErrorState) -> Tensor:
     return dequantize_blocks(error.codes, error.scales)
 
 
-def update_error(error: ErrorState, old: Tensor, residual: Tensor, finite: Tensor, beta: float) -> Tensor:
+def storage_dither(step: int, first_block: int, num_blocks: int, block_size: int, device: torch.device) -> Tensor:
+    """Return the dither of the stored error of some blocks in one step.
+
+    The two-dimensional low-discrepancy sequence R2 over (step, element) in 32-bit integer arithmetic: for a fixed
+    element it visits ``(0, 1)`` evenly over the steps, for a fixed step evenly over the elements. It needs no generator
+    and no state, and is the same on every rank and backend. With ``element`` the index of the position in the error
+    state::
+
+        u = (uint32(step * 0xC13FA9A9 + element * 0x91E10DA5) >> 16) * 2^-16 + 2^-17
+
+    Source: M. Roberts, "The Unreasonable Effectiveness of Quasirandom Sequences" (2018); the strides are 2^32 times the
+    powers of 1/1.3247 (the real root of ``x^3 = x + 1``), made odd.
+
+    Args:
+        step: Optimizer step.
+        first_block: Index of the first block in the bucket.
+        num_blocks: Number of blocks.
+        block_size: Elements per block.
+        device: Where to compute.
+
+    Returns:
+        fp32, shape ``[num_blocks, block_size]``, multiples of ``2^-17`` in ``(0, 1)``.
+    """
+    first = first_block * block_size
+    element = torch.arange(first, first + num_blocks * block_size, dtype=torch.int64, device=device)
+    # int64 wraps modulo 2^64, of which the low 32 bits are the uint32 result.
+    phase = (element * _ELEMENT_STRIDE + (step * _STEP_STRIDE) % 2**32).bitwise_and(2**32 - 1)
+    top = (phase >> (32 - _DITHER_BITS)).to(torch.float32)
+    return ((top + 0.5) * 2.0**-_DITHER_BITS).view(num_blocks, block_size)
+
+
+def update_error(
+    error: ErrorState, old: Tensor, residual: Tensor, finite: Tensor, beta: float, dither: Tensor
+) -> Tensor:
     """Store ``beta * old + (1 - beta) * residual`` in the blocks of ``error``, in place.
 
     Args:
@@ -64,13 +106,14 @@ def update_error(error: ErrorState, old: Tensor, residual: Tensor, finite: Tenso
         residual: ``h - d`` of this step, same shape and dtype.
         finite: bool ``[num_blocks]``; blocks that are not finite keep their old error, which is finite.
         beta: Weight of the old error.
+        dither: :func:`storage_dither` of these blocks and this step.
 
     Returns:
         The new error in fp32 before its rounding to 8 bits, same shape as ``old``.
     """
     updated = old * fp32(beta) + residual * fp32(1.0 - beta)
     updated = torch.where(finite[:, None], updated, old)
-    codes, scales = quantize_blocks(updated, ERROR_BITS)
+    codes, scales = quantize_blocks(updated, ERROR_BITS, dither)
     # Not re-rounded: a block that is kept must stay the same bits.
     error.codes.copy_(torch.where(finite[:, None], codes, error.codes))
     error.scales.copy_(torch.where(finite, scales, error.scales))

@@ -5,16 +5,16 @@ shard ``j``::
 
     [ codes | scales | exact values ]        each region starts at a multiple of 16 bytes
 
-``codes``: the blocks of the shard's quantised elements, packed (:func:`megatron_loco.core.quantize.pack_codes`); ``scales``:
-one fp32 per block; ``exact values``: elements of exact parameters in the dtype of the bucket.
+``codes``: the blocks of the shard's quantised elements, packed (:func:`megatron_loco.core.quantize.pack_codes`);
+``scales``: one fp32 per block; ``exact values``: elements of exact parameters in the dtype of the bucket.
 
 Rules:
 
 * A block never crosses a shard (its owner sums it alone) nor a parameter (parameters differ in magnitude). The last
   block of a parameter's piece may be partial; it travels as a whole block whose tail codes are 0.
 * Elements that no parameter covers are padding: they are not read and not sent, whatever they hold, and come out as 0.
-* The layout follows from configuration and shapes alone, so that every rank of a group computes the same one. Payloads of
-  different shards may differ in size; all payloads that a rank receives have the size of its own shard's.
+* The layout follows from configuration and shapes alone, so that every rank of a group computes the same one. Payloads
+  of different shards may differ in size; all that a rank receives have the size of its own shard's.
 """
 
 from __future__ import annotations
@@ -140,19 +140,22 @@ def bucket_layout(
         numel: Elements of the bucket, padding included; divisible by ``world_size``.
         world_size: Ranks of the group that reduces the bucket.
         params: Where each parameter lies, without overlap, in any order; what they leave out is padding.
-        bits: Width of a code, 4 or 8.
+        bits: Width of a code, 4 or 8; 32 if every parameter is exact.
         block_size: Elements that share a scale, a multiple of 32.
         exact_itemsize: Bytes of an element that travels unquantised (the dtype of the bucket).
 
     Raises:
-        ValueError: ``numel`` is not divisible, or parameters overlap or leave the bucket.
+        ValueError: ``numel`` is not divisible, parameters overlap or leave the bucket, or some are to be quantised to a
+            width that no code has (32 bits carry exact values only).
     """
     if numel % world_size:
         raise ValueError(f"a bucket of {numel} elements cannot be sharded over {world_size} ranks")
-    spans = sorted((span for span in params if span.stop > span.start), key=lambda span: span.start)
+    spans = sorted((span for span in params if span.stop != span.start), key=lambda span: span.start)
     end = 0
     for span in spans:
-        if span.start < end or span.stop > numel:
+        if bits > 8 and not span.exact:
+            raise ValueError(f"parameter at {span.start}:{span.stop} cannot be quantised to {bits} bits; mark it exact")
+        if span.start < end or span.stop > numel or span.stop < span.start:
             raise ValueError(f"parameter at {span.start}:{span.stop} overlaps another or leaves a bucket of {numel}")
         end = span.stop
     shard_numel = numel // world_size

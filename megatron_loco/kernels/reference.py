@@ -4,9 +4,9 @@ Order of operations, per block (all fp32; :mod:`megatron_loco.core.quantize` has
 
 1. ``e = error_code * error_scale``; ``h = g + e``; positions behind a partial block's end are 0.
 2. ``codes, scale = quantize(h)``; ``d = code * scale``; ``r = h - d``.
-3. ``e' = beta * e + (1 - beta) * r``, stored as ``quantize(e', 8 bits)``; kept if the block has NaN or Inf; zero on a
-   reset step.
-4. Receivers: ``sum = 0 + d_0 + d_1 + ...`` in rank order, then ``/ divisor``, then rounded to the bucket's dtype.
+3. ``e' = beta * e + (1 - beta) * r``, stored as ``quantize(e', 8 bits)`` rounded with the dither of step and element;
+   kept if the block has NaN or Inf; zero on a reset step.
+4. Receivers: ``sum = d_0 + d_1 + ...`` in rank order, then ``/ divisor``, then rounded to the bucket's dtype.
 
 Assert bitwise: codes, scales, stored error, exact values, fp32 sums. Statistics may differ in their last bits (order of
 summation). Cost: about 25 passes over memory; runs are worked on in pieces that stay in cache.
@@ -19,7 +19,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron_loco.core.error_feedback import ErrorState, load_error, reset_error, update_error
+from megatron_loco.core.error_feedback import (
+    ErrorState,
+    load_error,
+    reset_error,
+    storage_dither,
+    update_error,
+)
 from megatron_loco.core.quantize import dequantize_blocks, pack_codes, quantize_blocks, unpack_codes
 from megatron_loco.core.wire import SCALE_BYTES, BlockRun, BucketLayout, ShardLayout
 from megatron_loco.kernels.schema import Statistics
@@ -41,6 +47,7 @@ class ReferenceBackend:
         shards: Sequence[int],
         send: Tensor,
         *,
+        step: int,
         beta: float,
         reset: bool,
         statistics: Tensor,
@@ -49,11 +56,13 @@ class ReferenceBackend:
         offsets = layout.send_offsets
         for index in shards:
             shard = layout.shards[index]
+            if not shard.payload_bytes:  # padding alone, as behind a small bucket of a large group
+                continue
             payload = send[offsets[index] : offsets[index] + shard.payload_bytes]
             codes, scales = _code_views(payload[None], layout, shard)
             for run in _pieces(shard.runs, layout.block_size):
                 rows = slice(run.first_block - shard.first_block, run.first_block - shard.first_block + run.num_blocks)
-                packed, run_scales = _encode_run(grad, error, layout, run, beta, reset, statistics)
+                packed, run_scales = _encode_run(grad, error, layout, run, step, beta, reset, statistics)
                 codes[0, rows] = packed
                 scales[0, rows] = run_scales
             _zero_gaps(payload, layout, shard)
@@ -64,24 +73,36 @@ class ReferenceBackend:
     def decode_sum(self, recv: Tensor, layout: BucketLayout, rank: int, output: Tensor, *, divisor: int) -> None:
         """Sum what arrived; arguments as in :meth:`Backend.decode_sum`."""
         shard = layout.shards[rank]
+        if not shard.payload_bytes:
+            output.zero_()
+            return
         payloads = recv.view(layout.world_size, shard.payload_bytes)
         codes, scales = _code_views(payloads, layout, shard)
         for run in _pieces(shard.runs, layout.block_size):
             rows = slice(run.first_block - shard.first_block, run.first_block - shard.first_block + run.num_blocks)
-            total = torch.zeros(run.num_blocks, layout.block_size, dtype=torch.float32, device=recv.device)
-            for source in range(layout.world_size):
-                total += dequantize_blocks(unpack_codes(codes[source, rows], layout.bits), scales[source, rows])
+            total = _sum_in_order(
+                dequantize_blocks(unpack_codes(codes[source, rows], layout.bits), scales[source, rows])
+                for source in range(layout.world_size)
+            )
             _write(output, shard, run.start, run.stop, total.view(-1)[: run.stop - run.start], divisor)
         exact = _exact_view(payloads, shard, output.dtype)
         taken = 0
         for start, stop in shard.exact:
-            total = torch.zeros(stop - start, dtype=torch.float32, device=recv.device)
-            for source in range(layout.world_size):
-                total += exact[source, taken : taken + stop - start].to(torch.float32)
+            total = _sum_in_order(
+                exact[source, taken : taken + stop - start].to(torch.float32) for source in range(layout.world_size)
+            )
             taken += stop - start
             _write(output, shard, start, stop, total, divisor)
         for start, stop in shard.padding:
             output[start - shard.start : stop - shard.start].zero_()
+
+
+def _sum_in_order(pieces: Iterator[Tensor]) -> Tensor:
+    # Begun with the first piece, not with zero: the sum of -0.0 is -0.0, as in any other reduction.
+    total = next(pieces).clone()
+    for piece in pieces:
+        total += piece
+    return total
 
 
 def _encode_run(
@@ -89,6 +110,7 @@ def _encode_run(
     error: ErrorState,
     layout: BucketLayout,
     run: BlockRun,
+    step: int,
     beta: float,
     reset: bool,
     statistics: Tensor,
@@ -105,13 +127,16 @@ def _encode_run(
         reset_error(stored)
         new = torch.zeros_like(old)
     else:
-        new = update_error(stored, old, residual, finite, beta)
+        dither = storage_dither(step, run.first_block, run.num_blocks, layout.block_size, grad.device)
+        new = update_error(stored, old, residual, finite, beta, dither)
     for index, values in (
         (Statistics.GRAD_SQ, blocks),
         (Statistics.RESIDUAL_SQ, residual),
         (Statistics.ERROR_SQ, new),
     ):
-        statistics[index] += torch.where(finite, values.square().sum(dim=1), 0.0).sum(dtype=torch.float64)
+        # In fp64: the square of a gradient of 1e-23 is 0 in fp32.
+        squares = torch.linalg.vector_norm(values, dim=1, dtype=torch.float64).square()
+        statistics[index] += torch.where(finite, squares, 0.0).sum()
     statistics[Statistics.NONFINITE_BLOCKS] += (~finite).sum()
     return pack_codes(codes, layout.bits), scales
 

@@ -40,6 +40,7 @@ class Backend(Protocol):
         shards: Sequence[int],
         send: Tensor,
         *,
+        step: int,
         beta: float,
         reset: bool,
         statistics: Tensor,
@@ -52,6 +53,7 @@ class Backend(Protocol):
             layout: Byte layout.
             shards: Which destinations to encode; a subset lets the caller send early.
             send: uint8, shape ``[layout.send_bytes]``; only the payloads of ``shards`` are written, every byte of them.
+            step: Optimizer step, for the dither of the stored error.
             beta: Weight of the old error.
             reset: Whether this step sets the error to zero instead of updating it.
             statistics: fp64 ``[NUM_STATISTICS]``, added to in place.
@@ -80,7 +82,9 @@ def check_encode(grad: Tensor, error: ErrorState, layout: BucketLayout, send: Te
     _check("error.codes", error.codes, (layout.num_blocks, layout.block_size), (torch.int8,))
     _check("error.scales", error.scales, (layout.num_blocks,), (torch.float32,))
     if grad.element_size() != layout.exact_itemsize:
-        raise ValueError(f"grad has {grad.element_size()}-byte elements, the layout was made for {layout.exact_itemsize}")
+        raise ValueError(
+            f"grad has {grad.element_size()}-byte elements, the layout was made for {layout.exact_itemsize}"
+        )
     if len({grad.device, send.device, error.codes.device, error.scales.device}) != 1:
         raise ValueError(f"grad, send and error must be on one device, got {grad.device} and {error.codes.device}")
 
