@@ -1,0 +1,91 @@
+"""``python -m megatron_loco.launch CONFIG.yaml [KEY=VALUE ...]``: check, show, prepare data, run under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_loco.launch import corpus, overrides, torchrun, yaml_file
+from megatron_loco.launch.megatron_checks import validate
+from megatron_loco.launch.megatron_flags import MegatronFlags
+from megatron_loco.launch.resolve import OwnSections, resolve
+from megatron_loco.launch.run_config import settle_device
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a configuration.
+
+    Args:
+        argv: Arguments of the command line; ``None`` takes those of the process.
+
+    Returns:
+        The exit status: torchrun's, 0 after a dry run, 2 for a mistake in the configuration.
+    """
+    parser = argparse.ArgumentParser(prog="python -m megatron_loco.launch", description="Run a YAML configuration.")
+    parser.add_argument("config", metavar="CONFIG.yaml", help="the configuration; its keys are checked strictly")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="section.key=value, wins over the file")
+    parser.add_argument("--dry-run", action="store_true", help="print and stop; so does DRY_RUN=1 in the environment")
+    options = parser.parse_intermixed_args(argv)
+    dry_run = options.dry_run or os.environ.get("DRY_RUN", "0") not in ("", "0")
+    try:
+        return _launch(options.config, options.overrides, dry_run=dry_run)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _launch(config_file: str, words: Sequence[str], *, dry_run: bool) -> int:
+    document = overrides.apply(yaml_file.load(config_file), words)
+    own = OwnSections.read(document, config_file=config_file)
+    rendezvous = torchrun.Rendezvous.from_environment(own.run.nnodes, os.environ)
+    nproc_per_node = own.run.nproc_per_node
+    environment = torchrun.rank_environment(own.environment(), nproc_per_node=nproc_per_node, environment=os.environ)
+    script = torchrun.pretrain_script(environment)
+    own = dataclasses.replace(own, run=settle_device(own.run))
+    run = own.run
+
+    flags = MegatronFlags.load()
+    prepared = None if run.corpus is None else corpus.find(run.corpus, run.data_dir)
+    resolved = resolve(document, own, flags, prepared)
+    validate(resolved.megatron_argv, world_size=run.nnodes * nproc_per_node, environment=environment)
+    if run.corpus is not None and not dry_run:
+        prepared = corpus.prepare(run.corpus, run.data_dir)
+        resolved = resolve(document, own, flags, prepared)
+
+    comment = f"{config_file}, resolved by megatron_loco.launch"
+    if prepared is not None:
+        comment += f"\ncorpus: {run.corpus}, sha256 {prepared.sha256}"
+    elif run.corpus is not None:
+        comment += f"\ncorpus: {run.corpus}, not prepared yet; the run sets data-path"
+    print(resolved.as_yaml(comment=comment))
+    print(f"Megatron arguments:\n{shlex.join(resolved.argv)}\n", flush=True)
+    if dry_run:
+        return 0
+    command = torchrun.command(
+        resolved.argv, rendezvous=rendezvous, nproc_per_node=nproc_per_node, device=run.device, script=script
+    )
+    if rendezvous.node_rank == 0:
+        changed = {key: value for key, value in environment.items() if os.environ.get(key) != value}
+        _record(Path(run.output_dir), resolved.as_yaml(comment=comment), command, changed)
+    status = torchrun.run(command, environment)
+    if status == 0 and rendezvous.node_rank == 0:
+        from megatron_loco.launch.report import print_summary
+
+        print_summary(Path(run.output_dir))
+    return status
+
+
+def _record(output_dir: Path, resolved: str, command: Sequence[str], variables: Mapping[str, str]) -> None:
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / "resolved.yaml").write_text(resolved, encoding="utf-8")
+    words = ["env", *(f"{key}={value}" for key, value in variables.items()), *command]
+    (output_dir / "command.txt").write_text(shlex.join(words) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

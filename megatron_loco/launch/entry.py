@@ -1,0 +1,62 @@
+"""What torchrun starts on every rank: CPU runtime if asked for, LoCo's patches, then a Megatron training script.
+
+``python -m torch.distributed.run ... -m megatron_loco.launch.entry --device cpu [--script pretrain_gpt.py] -- MEGATRON
+FLAGS``
+
+Without ``--script`` our own short :mod:`megatron_loco.launch.pretrain_gpt` runs, which needs nothing but the packages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+
+
+def main(argv: list[str]) -> None:
+    """Run one rank."""
+    parser = argparse.ArgumentParser(prog="megatron_loco.launch.entry")
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--script", type=Path, help="a Megatron training script, e.g. pretrain_gpt.py of a checkout")
+    separator = argv.index("--")
+    own = parser.parse_args(argv[:separator])
+    megatron_flags = argv[separator + 1 :]
+    if own.script is not None:
+        # As if started by "python SCRIPT": its folder first, so that its own megatron/ is the one that is imported.
+        sys.path.insert(0, str(own.script.resolve().parent))
+    sys.argv = [str(own.script or "pretrain_gpt"), *megatron_flags]
+    # Megatron warns of each missing GPU package on every rank; on a CPU that is no news.
+    if own.device == "cpu":
+        warnings.filterwarnings("ignore", category=UserWarning)
+
+    with ExitStack() as stack:
+        if own.device == "cpu":
+            from megatron_loco import cpu
+
+            stack.enter_context(cpu.enter())
+        from megatron_loco.integrations.megatron import patch
+
+        stack.enter_context(patch())
+        stack.callback(flush_logs)
+        if own.script is not None:
+            runpy.run_path(str(own.script), run_name="__main__")
+        else:
+            from megatron_loco.launch.pretrain_gpt import main as pretrain_gpt
+
+            pretrain_gpt()
+
+
+def flush_logs() -> None:
+    """Write out what TensorBoard's background thread still holds: at exit it may lose the last values."""
+    from megatron.training import get_tensorboard_writer
+
+    writer = get_tensorboard_writer()
+    if writer is not None:
+        writer.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

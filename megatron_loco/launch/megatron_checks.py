@@ -1,0 +1,60 @@
+"""Megatron's own validation of its arguments, run before data is prepared and ranks are started."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from megatron_loco.launch.megatron_flags import quiet
+
+
+def validate(argv: Sequence[str], *, world_size: int, environment: Mapping[str, str]) -> None:
+    """Let Megatron parse and validate its arguments as rank 0 would.
+
+    Megatron looks at ``sys.argv`` and the environment, so both are replaced for the duration of the call. A check that
+    asks for a GPU on a machine without one says nothing about the settings and ends the validation here; the ranks run
+    it again.
+
+    Args:
+        argv: Megatron's arguments, without those of LoCo, which the stock parser does not know.
+        world_size: Ranks of the whole job.
+        environment: Environment variables of the ranks.
+
+    Raises:
+        ValueError: Megatron refuses the combination; the message is Megatron's.
+    """
+    from megatron.training.arguments import parse_args, validate_args
+
+    said = io.StringIO()
+    ranks = {**environment, "RANK": "0", "WORLD_SIZE": str(world_size)}
+    with _process_state(argv, ranks), quiet(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            validate_args(parse_args())
+        except SystemExit:
+            problem = said.getvalue().strip().splitlines()[-1:]
+            raise ValueError(f"Megatron refuses these settings: {''.join(problem)}") from None
+        except Exception as error:  # Megatron validates with assertions, ValueError and others
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            if "cuda" in Path(frame.filename).parts:
+                return
+            reason = str(error) or f"{type(error).__name__} at: {frame.line}"
+            raise ValueError(f"Megatron refuses these settings: {reason}") from None
+
+
+@contextlib.contextmanager
+def _process_state(argv: Sequence[str], environment: Mapping[str, str]) -> Iterator[None]:
+    old_argv, old_environment = sys.argv, dict(os.environ)
+    sys.argv = ["pretrain_gpt.py", *argv]
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        sys.argv = old_argv
+        os.environ.clear()
+        os.environ.update(old_environment)

@@ -1,0 +1,173 @@
+"""From a document to everything a run needs: own settings, the launcher's defaults, and Megatron's arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_loco.config import LoCoConfig
+from megatron_loco.launch import loco_section, yaml_file
+from megatron_loco.launch.corpus import CORPORA, PreparedCorpus
+from megatron_loco.launch.megatron_flags import MegatronFlags
+from megatron_loco.launch.run_config import RunConfig
+from megatron_loco.launch.sections import MEGATRON_SECTIONS, nearest
+from megatron_loco.launch.values import Document, Setting, Value, describe, located
+
+DEFAULT = "launcher default"
+
+_UNSET = Setting(None, "")
+
+DATA_SOURCES = ("data-path", "train-data-path", "data-args-path", "per-split-data-args-path", "mock-data")
+"""Flags that say where training data come from; with ``run.corpus`` they would contradict it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnSections:
+    """The sections that are not Megatron's: ``run``, ``env`` and ``loco``."""
+
+    run: RunConfig
+    env: dict[str, Value]
+    loco: LoCoConfig | None
+
+    @classmethod
+    def read(cls, document: Document, *, config_file: str) -> OwnSections:
+        """Check the sections that need no Megatron.
+
+        Args:
+            document: The file with its overrides.
+            config_file: Its path, for messages and for the default name of the run.
+
+        Returns:
+            The settings.
+
+        Raises:
+            ValueError: a key is unknown or a value is not allowed; the message names file, line and key.
+        """
+        run = RunConfig.from_section(document.get("run", {}), config_file=config_file)
+        if run.corpus is not None and run.corpus not in CORPORA:
+            problem = f"unknown corpus {run.corpus!r}{nearest(run.corpus, CORPORA)} (known: {', '.join(CORPORA)})"
+            raise located(document["run"]["corpus"].where, "run.corpus", problem)
+        env: dict[str, Value] = {}
+        for key, setting in document.get("env", {}).items():
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
+                raise located(setting.where, f"env.{key}", "is not the name of an environment variable")
+            if isinstance(setting.value, bool) or not isinstance(setting.value, int | float | str):
+                hint = "; put quotes round it" if isinstance(setting.value, bool) else ""
+                problem = f"takes text or a number, got {describe(setting.value)}{hint}"
+                raise located(setting.where, f"env.{key}", problem)
+            env[key] = setting.value
+        return cls(run=run, env=env, loco=loco_section.from_section(document.get("loco", {})))
+
+    def environment(self) -> dict[str, str]:
+        """The ``env`` section as text."""
+        return {key: str(value) for key, value in self.env.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A configuration with nothing left to guess.
+
+    Attributes:
+        sections: All sections with the launcher's defaults in them; as YAML they load to the same run.
+        megatron_argv: Megatron's own arguments.
+        argv: Those and LoCo's.
+    """
+
+    sections: dict[str, dict[str, Value]]
+    megatron_argv: list[str]
+    argv: list[str]
+
+    def as_yaml(self, *, comment: str = "") -> str:
+        """The configuration as a file that the launcher loads."""
+        return yaml_file.dump(self.sections, comment=comment)
+
+
+def resolve(document: Document, own: OwnSections, flags: MegatronFlags, corpus: PreparedCorpus | None) -> Resolved:
+    """Add the launcher's defaults and build the arguments.
+
+    Args:
+        document: The file with its overrides.
+        own: Its ``run``, ``env`` and ``loco`` sections, with ``run.device`` settled.
+        flags: Megatron's flags.
+        corpus: The prepared corpus that ``run.corpus`` asks for, or ``None``: not prepared yet, or none asked for.
+
+    Returns:
+        The resolved configuration. With a prepared corpus it names the data by path, and ``run.corpus`` is null; before
+        that, the arguments hold a placeholder.
+
+    Raises:
+        ValueError: a flag is unknown, has a wrong value or contradicts a setting of ``run``.
+    """
+    flags.argv(document)  # mistakes in the file come first, before anything is added to it
+    megatron = {name: dict(document[name]) for name in document if name in MEGATRON_SECTIONS}
+    _add_defaults(megatron, own.run)
+    if own.run.corpus is not None:
+        _add_corpus(megatron, own.run, corpus)
+    argv = flags.argv(megatron)
+    if own.run.corpus is not None and corpus is None:  # paths that are not known yet are for Megatron's checks only
+        for key in ("data-path", "data-cache-path"):
+            if megatron["data"].get(key, _UNSET).where == DEFAULT:
+                del megatron["data"][key]
+    run = dataclasses.replace(own.run, corpus=None) if corpus is not None else own.run
+    sections: dict[str, dict[str, Value]] = {
+        "run": dataclasses.asdict(run),
+        "env": dict(own.env),
+        "loco": loco_section.as_values(own.loco),
+        **{name: {key: s.value for key, s in section.items()} for name, section in megatron.items()},
+    }
+    return Resolved(sections=sections, megatron_argv=argv, argv=[*argv, *loco_section.as_argv(own.loco)])
+
+
+def _add_defaults(megatron: Document, run: RunConfig) -> None:
+    defaults: list[tuple[str, str, Value]] = [
+        ("logging", "tensorboard-dir", f"{run.output_dir}/tensorboard"),
+        ("checkpoint", "save", f"{run.output_dir}/checkpoints"),
+    ]
+    train_iters = _find(megatron, "train-iters")
+    save = _find(megatron, "save")
+    if train_iters is not None and (save is None or save.value is not None):
+        # Megatron refuses --save without an interval; its last iteration is saved in any case
+        defaults.append(("checkpoint", "save-interval", train_iters.value))
+    if run.device == "cpu":
+        backend = _find(megatron, "distributed-backend")
+        if backend is not None and backend.value != "gloo":
+            problem = "run.device is cpu, which needs gloo; leave the key out, the launcher sets it"
+            raise located(backend.where, _name(megatron, "distributed-backend"), problem)
+        defaults.append(("parallel", "distributed-backend", "gloo"))
+    for section, key, value in defaults:
+        if _find(megatron, key) is None:
+            megatron.setdefault(section, {})[key] = Setting(value, DEFAULT)
+
+
+def _add_corpus(megatron: Document, run: RunConfig, corpus: PreparedCorpus | None) -> None:
+    for key in DATA_SOURCES:
+        setting = _find(megatron, key)
+        if setting is not None and setting.value not in (None, False):
+            problem = f"run.corpus is {run.corpus} and supplies the data; set one of the two (run.corpus=null)"
+            raise located(setting.where, _name(megatron, key), problem)
+    for key, value in _corpus_settings(run, corpus).items():
+        setting = _find(megatron, key)
+        if setting is None or setting.value is None:
+            for section in megatron.values():
+                section.pop(key, None)
+            megatron.setdefault("data", {})[key] = Setting(value, DEFAULT)
+        elif key != "data-cache-path" and setting.value != value:
+            problem = f"run.corpus {run.corpus} holds bytes and needs {value!r}; leave the key out"
+            raise located(setting.where, _name(megatron, key), problem)
+
+
+def _corpus_settings(run: RunConfig, corpus: PreparedCorpus | None) -> Mapping[str, Value]:
+    if corpus is not None:
+        return corpus.megatron_settings()
+    assert run.corpus is not None
+    return PreparedCorpus.unprepared(run.corpus, run.data_dir).megatron_settings()
+
+
+def _find(megatron: Document, key: str) -> Setting | None:
+    return next((section[key] for section in megatron.values() if key in section), None)
+
+
+def _name(megatron: Document, key: str) -> str:
+    return next(f"{name}.{key}" for name, section in megatron.items() if key in section)
