@@ -84,6 +84,7 @@ def wrap_add_megatron_arguments(stock: Callable[..., Any]) -> Callable[..., Any]
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = stock(parser)
         add_loco_arguments(parser)
+        _mend_help(parser)
         return parser
 
     return add_megatron_arguments
@@ -93,8 +94,11 @@ def wrap_validate_args(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Return the replacement of ``megatron.training.arguments.validate_args``."""
 
     def validate_args(args: Any, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006 - Megatron's own signature
+        # Values first, so that Megatron's own print-out of its arguments shows the effective ones; combinations last,
+        # when Megatron has derived what it derives.
+        resolve_loco_args(args)
         result = stock(args, defaults)
-        validate_loco_args(args)
+        check_combinations(args)
         return result
 
     return validate_args
@@ -125,7 +129,7 @@ def add_loco_arguments(parser: argparse.ArgumentParser) -> None:
         "4-bit gradient communication: --loco-bits turns it on. Needs --use-distributed-optimizer.",
     )
     for name, kind, default, metadata in fields():
-        # The default is filled in by validate_loco_args: None tells a flag that was not given from one that was.
+        # The default is filled in by resolve_loco_args: None tells a flag that was not given from one that was.
         if name == "bits":
             group.add_argument(flag(name), type=_bits, default=None, metavar="{4,8,32,off}", help=metadata["help"])
         else:
@@ -134,19 +138,20 @@ def add_loco_arguments(parser: argparse.ArgumentParser) -> None:
                 type=kind,
                 default=None,
                 choices=metadata["choices"],
+                metavar=None if metadata["choices"] else {int: "N", float: "X", str: "NAME"}[kind],
                 help=f"{metadata['help']} Default: {default}.",
             )
 
 
-def validate_loco_args(args: Any) -> None:
-    """Check the ``--loco-*`` values and what they are combined with; fill in the defaults.
+def resolve_loco_args(args: Any) -> None:
+    """Check the ``--loco-*`` values and fill in the defaults.
 
     Args:
-        args: Megatron's namespace after its own validation; ``loco_*`` attributes are set to their effective values, all
-            ``None`` where LoCo is off.
+        args: Megatron's namespace; ``loco_*`` attributes are set to their effective values, all ``None`` where LoCo is
+        off.
 
     Raises:
-        ValueError: one message that names every flag in the way, each with its remedy.
+        ValueError: naming the flag and what is allowed.
     """
     given = {name: getattr(args, f"loco_{name}", None) for name, *_ in fields()}
     if given["bits"] in (None, OFF):
@@ -157,11 +162,24 @@ def validate_loco_args(args: Any) -> None:
             setattr(args, f"loco_{name}", None)
         return
     config = LoCoConfig(**{name: value for name, value in given.items() if value is not None})
+    for name in given:
+        setattr(args, f"loco_{name}", getattr(config, name))
+
+
+def check_combinations(args: Any) -> None:
+    """Refuse what LoCo does not handle, if LoCo is on.
+
+    Args:
+        args: Megatron's namespace after its own validation.
+
+    Raises:
+        ValueError: one message that names every flag in the way, each with its remedy.
+    """
+    if config_from_args(args) is None:
+        return
     problems = [f"{name}: {remedy}" for name, applies, remedy in _UNSUPPORTED if applies(args)]
     if problems:
         raise ValueError("--loco-bits cannot be used like this:\n  " + "\n  ".join(problems))
-    for name in given:
-        setattr(args, f"loco_{name}", getattr(config, name))
 
 
 def config_from_args(args: Any) -> LoCoConfig | None:
@@ -169,6 +187,15 @@ def config_from_args(args: Any) -> LoCoConfig | None:
     if getattr(args, "loco_bits", None) is None:
         return None
     return LoCoConfig(**{name: getattr(args, f"loco_{name}") for name, *_ in fields()})
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    # In megatron-core 0.19 the help of one flag has a bare "%", on which argparse's --help dies with a ValueError.
+    for action in parser._actions:
+        try:
+            (action.help or "") % vars(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = str(action.help).replace("%", "%%")
 
 
 def _bits(text: str) -> int | str:

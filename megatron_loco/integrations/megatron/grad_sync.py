@@ -1,13 +1,14 @@
 """The gradient reduce-scatter of Megatron's distributed data parallelism, replaced per bucket.
 
-How stock works (``megatron/core/distributed/param_and_grad_buffer.py``): ``_ParamAndGradBucketGroup.start_grad_sync`` scales
-the local gradients and calls the module global ``dist_reduce_scatter_func(shard, bucket.grad_data, op=, group=,
+How stock works (``megatron/core/distributed/param_and_grad_buffer.py``): ``_ParamAndGradBucketGroup.start_grad_sync``
+scales the local gradients and calls the module global ``dist_reduce_scatter_func(shard, bucket.grad_data, op=, group=,
 async_op=)`` per bucket, inside a coalescing manager whose ``wait`` becomes the group's handle.
 
-What is changed: the global becomes a dispatcher that looks only at the bucket group that is being started *now*. A bucket
-with a LoCo state goes through :func:`megatron_loco.collectives.reduce_scatter.reduce_scatter`; every other call reaches the
-stock function unchanged. The coalescing manager does not know our asynchronous work (it would wait for nothing), so the
-group's handle is extended by it. Scaling, reduce op, gradient accumulation, NaN checks and all bookkeeping stay stock.
+What is changed: the global becomes a dispatcher that looks only at the bucket group that is being started *now*. A
+bucket with a LoCo state goes through :func:`megatron_loco.collectives.reduce_scatter.reduce_scatter`; every other call
+reaches the stock function unchanged. The coalescing manager does not know our asynchronous work (it would wait for
+nothing), so the group's handle is extended by it. Scaling, reduce op, gradient accumulation, NaN checks and all
+bookkeeping stay stock.
 """
 
 from __future__ import annotations
@@ -96,9 +97,7 @@ class GradSync:
     def dispatcher(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Return the replacement of ``param_and_grad_buffer.dist_reduce_scatter_func``."""
 
-        def dist_reduce_scatter_func(
-            output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any
-        ) -> Any:
+        def dist_reduce_scatter_func(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             dispatch = self._current()
             state = dispatch.state_of(input) if dispatch else None
             if dispatch is None or state is None:

@@ -1,8 +1,10 @@
-"""What LoCo did, per logging interval: to the console beside Megatron's own line, to TensorBoard and Weights & Biases."""
+"""What LoCo did, per logging interval: to the console beside Megatron's own line, to TensorBoard and Weights &
+Biases."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ import torch.distributed as dist
 
 from megatron_loco.collectives.state import BucketState
 from megatron_loco.kernels.schema import NUM_STATISTICS, Statistics
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,9 @@ class Interval:
         """The console line, in the style of Megatron's own."""
         ratio = self.bf16_bytes / self.wire_bytes if self.wire_bytes else math.nan
         text = (
-            f" [loco] iteration {iteration:8d}/{train_iters or 0:8d} | wire (MB/step/rank): {self.wire_bytes / 1e6:.3f} |"
-            f" bf16 would send (MB): {self.bf16_bytes / 1e6:.3f} | ratio: {ratio:.2f} |"
+            f" [loco] iteration {iteration:8d}/{train_iters or 0:8d} |"
+            f" wire (MB/step/rank): {self.wire_bytes / 1e6:.3f} | bf16 would send (MB): {self.bf16_bytes / 1e6:.3f} |"
+            f" ratio: {ratio:.2f} |"
             f" bits per element: {self.bits_per_element:.2f} | relative compression error: {self.relative_error:.3E} |"
             f" error-state norm: {self.error_norm:.3E} |"
         )
@@ -61,6 +66,8 @@ class Metrics:
     def __init__(self, states: Sequence[BucketState]) -> None:
         self._states = states
         self._last = [0.0, 0.0, 0.0]
+        self.started = False
+        """Whether a step of this process was logged already."""
 
     def interval(self, num_steps: int, group: dist.ProcessGroup | None = None) -> Interval:
         """Close the interval. A collective: every rank of ``group`` must call it.
@@ -126,6 +133,14 @@ def _log(metrics: Metrics, iteration: int) -> None:
     from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, print_rank_last
 
     args = get_args()
+    if not metrics.started and iteration > 1 and dist.get_rank() == 0:
+        logger.warning(
+            "LoCo: checkpoints do not hold the error state yet; resumed at iteration %d with zero error and %d exact "
+            "warm-up steps",
+            iteration,
+            args.loco_warmup_steps,
+        )
+    metrics.started = True
     if iteration % args.log_interval:
         return
     interval = metrics.interval(args.log_interval)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -29,18 +30,18 @@ def supported_release(allow_unknown: bool) -> None:
     except PackageNotFoundError:
         # A source checkout on PYTHONPATH has no package metadata, but knows its version.
         try:
-            from megatron.core import __version__ as installed
+            installed = importlib.import_module("megatron.core").__version__
         except ImportError as error:
             raise SeamError("megatron-core is not installed; pip install 'megatron-core>=0.19,<0.20'") from error
     release = ".".join(installed.split(".")[:2])
     if release not in SUPPORTED_RELEASES and not allow_unknown:
         raise SeamError(
-            f"megatron-core {installed} is not supported (tested: {', '.join(SUPPORTED_RELEASES)}.x); install a supported "
-            "release, or pass allow_unknown_source=True at your own risk"
+            f"megatron-core {installed} is not supported (tested: {', '.join(SUPPORTED_RELEASES)}.x); install a "
+            "supported release, or pass allow_unknown_source=True at your own risk"
         )
 
 
-def seams(config: LoCoConfig | None) -> list[Patch]:
+def seam_patches(config: LoCoConfig | None) -> list[Patch]:
     """Return the patches; ``config`` overrides what Megatron's command line says."""
     grad_sync = GradSync()
     metrics = Metrics(grad_sync.states)

@@ -1,0 +1,90 @@
+"""Whole runs of Megatron's training loop on Gloo ranks, and what they logged, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_loco.launch.report import Run
+
+MODEL = (
+    "--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion --no-masked-softmax-fusion"
+    " --no-persist-layer-norm --no-rope-fusion --attention-backend unfused --no-bias-swiglu-fusion"
+    " --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
+    " --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
+    " --attention-dropout 0 --hidden-dropout 0"
+    " --micro-batch-size 2 --global-batch-size 8 --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --clip-grad 1.0 --bf16"
+    " --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-workers 0"
+    " --use-distributed-optimizer --log-interval 1 --log-params-norm --eval-iters 1 --eval-interval 1000"
+).split()
+"""A LLaMA of 0.2 million parameters on generated data."""
+
+OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
+MOE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
+    " --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 96"
+).split()
+
+TIMEOUT_S = 300
+STOCK = ("tests.integrations.megatron._stock_entry",)
+LOCO = ("megatron_loco.launch.entry", "--device", "cpu", "--")
+NOT_COMPARED = ("iteration-time", "loco/")
+
+
+def train(folder: Path, *flags: str, entry: tuple[str, ...] = LOCO, num_ranks: int = 2, iterations: int = 8) -> Run:
+    """Train and return what was logged.
+
+    Args:
+        folder: Where TensorBoard files go; its name is the run's.
+        flags: Megatron flags besides :data:`MODEL`.
+        entry: :data:`STOCK` or :data:`LOCO`.
+        num_ranks: World size.
+        iterations: Training steps.
+
+    Raises:
+        AssertionError: the run failed; with the end of its output.
+    """
+    output = launch(folder, *flags, entry=entry, num_ranks=num_ranks, iterations=iterations)
+    assert output.returncode == 0, output.stdout[-6000:]
+    return Run.read(folder)
+
+
+def launch(
+    folder: Path, *flags: str, entry: tuple[str, ...] = LOCO, num_ranks: int = 2, iterations: int = 8
+) -> subprocess.CompletedProcess[str]:
+    """Like :func:`train`, but return the process, whose ``stdout`` holds both streams."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)),
+        *("-m", *entry, *MODEL, "--train-iters", str(iterations), "--tensorboard-dir", str(folder / "tensorboard")),
+        *flags,
+    ]
+    return subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+def differences(run: Run, other: Run, first_iteration: int = 1) -> list[str]:
+    """Name every scalar that two runs logged differently from ``first_iteration`` on, times and LoCo's own apart."""
+
+    def compared(of: Run) -> dict[tuple[str, int], float]:
+        return {
+            (tag, iteration): value
+            for tag, values in of.scalars.items()
+            for iteration, value in values.items()
+            if not tag.startswith(NOT_COMPARED) and not tag.endswith("vs samples") and iteration >= first_iteration
+        }
+
+    mine, theirs = compared(run), compared(other)
+    assert ("lm loss", first_iteration) in mine, f"{run.name} logged no loss at iteration {first_iteration}"
+    return [
+        f"{tag} at {iteration}: {mine.get((tag, iteration))} != {theirs.get((tag, iteration))}"
+        for tag, iteration in sorted(mine.keys() | theirs.keys())
+        if mine.get((tag, iteration)) != theirs.get((tag, iteration))
+    ]

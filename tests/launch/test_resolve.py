@@ -1,0 +1,130 @@
+"""The launcher's defaults, what contradicts them, and the round trip of the resolved file."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_loco.launch import overrides, run_config, yaml_file
+from megatron_loco.launch.corpus import PreparedCorpus
+from megatron_loco.launch.megatron_checks import validate
+from megatron_loco.launch.megatron_flags import MegatronFlags
+from megatron_loco.launch.resolve import OwnSections, Resolved, resolve
+
+Config = Callable[[str], str]
+QUICKSTART = Path(__file__).parents[2] / "configs" / "llama_quickstart.yaml"
+CORPUS = PreparedCorpus(name="stdlib", folder="data/stdlib-x", tokens=3)
+
+
+def resolved(
+    path: str | Path, flags: MegatronFlags, *words: str, device: str = "cpu", corpus: PreparedCorpus | None = None
+) -> Resolved:
+    document = overrides.apply(yaml_file.load(path), words)
+    own = OwnSections.read(document, config_file=str(path))
+    if own.run.device == "auto":
+        own = dataclasses.replace(own, run=dataclasses.replace(own.run, device=device))
+    return resolve(document, own, flags, corpus)
+
+
+def test_defaults_only_where_the_file_is_silent(config: Config, flags: MegatronFlags) -> None:
+    path = config("training:\n  train-iters: 7\n")
+    argv = resolved(path, flags).argv
+    assert argv[argv.index("--tensorboard-dir") + 1] == "runs/small/tensorboard"
+    assert argv[argv.index("--save") + 1] == "runs/small/checkpoints"
+    assert argv[argv.index("--save-interval") + 1] == "7"
+    assert argv[argv.index("--distributed-backend") + 1] == "gloo"
+    assert "--distributed-backend" not in resolved(path, flags, device="cuda").argv
+    argv = resolved(path, flags, "tensorboard-dir=tb", "save=null", "distributed-backend=gloo").argv
+    assert argv == ["--train-iters", "7", "--tensorboard-dir", "tb", "--distributed-backend", "gloo"]
+
+
+def test_nccl_on_cpu_is_refused(config: Config, flags: MegatronFlags) -> None:
+    path = config("parallel:\n  distributed-backend: nccl\n")
+    with pytest.raises(ValueError, match=r":2: parallel\.distributed-backend: run\.device is cpu, which needs gloo"):
+        resolved(path, flags)
+    assert "nccl" in resolved(path, flags, device="cuda").argv
+
+
+def test_the_corpus_supplies_data_and_tokenizer(config: Config, flags: MegatronFlags) -> None:
+    path = config("run:\n  corpus: stdlib\ndata:\n  data-cache-path: mine\n  tokenizer-type: null\n")
+    result = resolved(path, flags, corpus=CORPUS)
+    assert result.sections["data"] == {
+        "data-cache-path": "mine",
+        "tokenizer-type": "NullTokenizer",
+        "vocab-size": 257,
+        "data-path": "data/stdlib-x/text_document",
+    }
+    assert result.sections["run"]["corpus"] is None
+    before = resolved(path, flags)
+    assert before.sections["run"]["corpus"] == "stdlib"
+    assert "data-path" not in before.sections["data"]
+    assert "prepared at the start" in before.argv[before.argv.index("--data-path") + 1]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("data-path: x", "data.data-path: run.corpus is stdlib and supplies the data; set one of the two"),
+        ("train-data-path: [x]", "data.train-data-path: run.corpus is stdlib and supplies the data"),
+        ("mock-data: true", "data.mock-data: run.corpus is stdlib and supplies the data"),
+        ("vocab-size: 300", "data.vocab-size: run.corpus stdlib holds bytes and needs 257; leave the key out"),
+        (
+            "tokenizer-type: TikTokenizer",
+            "data.tokenizer-type: run.corpus stdlib holds bytes and needs 'NullTokenizer'",
+        ),
+    ],
+)
+def test_what_contradicts_the_corpus(config: Config, flags: MegatronFlags, line: str, message: str) -> None:
+    path = config(f"run:\n  corpus: stdlib\ndata:\n  {line}\n")
+    with pytest.raises(ValueError) as error:
+        resolved(path, flags, corpus=CORPUS)
+    assert str(error.value).startswith(f"{path}:4: {message}")
+
+
+@pytest.mark.parametrize("corpus", [None, CORPUS])
+@pytest.mark.parametrize("words", [(), ("loco.bits=off", "run.name=3 x", "save=null", "env.A='1'", "data.seed=1")])
+def test_the_resolved_file_gives_the_same_run(
+    tmp_path: Path, flags: MegatronFlags, words: tuple[str, ...], corpus: PreparedCorpus | None
+) -> None:
+    first = resolved(QUICKSTART, flags, *words, corpus=corpus)
+    path = tmp_path / "resolved.yaml"
+    path.write_text(first.as_yaml(comment="two\nlines"), encoding="utf-8")
+    second = resolved(path, flags, device="cuda")  # not taken: the device is settled in the file
+    assert second.argv == first.argv
+    assert second.sections == first.sections
+
+
+def test_quickstart_passes_megatrons_validation(flags: MegatronFlags) -> None:
+    result = resolved(QUICKSTART, flags, corpus=CORPUS)
+    validate(result.megatron_argv, world_size=2, environment=os.environ)
+    assert result.argv[len(result.megatron_argv) :][:2] == ["--loco-bits", "4"]
+    assert resolved(QUICKSTART, flags, "loco.bits=off", corpus=CORPUS).argv == result.megatron_argv
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["global-batch-size=15"], "must be divisible by"),
+        (["save-interval=null"], "AssertionError at: assert args.save_interval is not None"),
+        (["use-distributed-optimizer=false"], "overlap"),
+    ],
+)
+def test_megatron_refuses(flags: MegatronFlags, words: list[str], message: str) -> None:
+    argv, environment = list(sys.argv), dict(os.environ)
+    with pytest.raises(ValueError, match=f"Megatron refuses these settings: .*{message}"):
+        validate(resolved(QUICKSTART, flags, *words).megatron_argv, world_size=2, environment=os.environ)
+    assert sys.argv == argv
+    assert dict(os.environ) == environment
+
+
+def test_device_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_config.RunConfig(name="x")
+    for available, device in [(True, "cuda"), (False, "cpu")]:
+        monkeypatch.setattr("torch.cuda.is_available", lambda available=available: available)
+        assert run_config.settle_device(run).device == device
+    assert run_config.settle_device(dataclasses.replace(run, device="cuda")).device == "cuda"
