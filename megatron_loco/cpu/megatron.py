@@ -56,6 +56,14 @@ def check_before_validation(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _WHY_ADAM = "without Transformer Engine and Apex, DistributedOptimizer cannot resume (see FusedAdam)"
 
+INDEX_BUILDER = Patch(
+    target="megatron.core.datasets.utils:compile_helpers",
+    kind="wrap",
+    new=use_built_index_builder,
+    why="it runs make, but the wheel has no Makefile",
+)
+"""Needed with an installed megatron-core on every device."""
+
 PATCHES = (
     Patch(
         target="megatron.training.arguments:validate_args",
@@ -71,12 +79,7 @@ PATCHES = (
         why="it asserts that CUDA is available",
         parameters=("allow_no_cuda",),
     ),
-    Patch(
-        target="megatron.core.datasets.utils:compile_helpers",
-        kind="wrap",
-        new=use_built_index_builder,
-        why="it runs make, but the wheel has no Makefile",
-    ),
+    INDEX_BUILDER,
     Patch(target="megatron.core.optimizer:Adam", kind="replace", new=FusedAdam, why=_WHY_ADAM),
     Patch(target="megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", kind="replace", new=False, why=_WHY_ADAM),
     Patch(target="megatron.core.optimizer.distrib_optimizer:HAVE_APEX_OR_TE", kind="replace", new=True, why=_WHY_ADAM),

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_loco.launch import corpus, overrides, torchrun, yaml_file
+from megatron_loco.launch import corpus, overrides, report, torchrun, yaml_file
 from megatron_loco.launch.megatron_checks import validate
 from megatron_loco.launch.megatron_flags import MegatronFlags
 from megatron_loco.launch.resolve import OwnSections, resolve
@@ -52,7 +52,13 @@ def _launch(config_file: str, words: Sequence[str], *, dry_run: bool) -> int:
     flags = MegatronFlags.load()
     prepared = None if run.corpus is None else corpus.find(run.corpus, run.data_dir)
     resolved = resolve(document, own, flags, prepared)
-    validate(resolved.megatron_argv, world_size=run.nnodes * nproc_per_node, environment=environment)
+    validate(
+        resolved.megatron_argv,
+        loco=own.loco,
+        device=run.device,
+        world_size=run.nnodes * nproc_per_node,
+        environment=environment,
+    )
     if run.corpus is not None and not dry_run:
         prepared = corpus.prepare(run.corpus, run.data_dir)
         resolved = resolve(document, own, flags, prepared)
@@ -74,9 +80,7 @@ def _launch(config_file: str, words: Sequence[str], *, dry_run: bool) -> int:
         _record(Path(run.output_dir), resolved.as_yaml(comment=comment), command, changed)
     status = torchrun.run(command, environment)
     if status == 0 and rendezvous.node_rank == 0:
-        from megatron_loco.launch.report import print_summary
-
-        print_summary(Path(run.output_dir))
+        report.print_summary(Path(run.output_dir), prepared.entropy_nats if prepared is not None else None)
     return status
 
 

@@ -15,6 +15,9 @@ import warnings
 from contextlib import ExitStack
 from pathlib import Path
 
+from megatron_loco.cpu.megatron import INDEX_BUILDER
+from megatron_loco.patching import apply
+
 
 def main(argv: list[str]) -> None:
     """Run one rank."""
@@ -37,6 +40,9 @@ def main(argv: list[str]) -> None:
             from megatron_loco import cpu
 
             stack.enter_context(cpu.enter())
+        elif own.script is None:
+            # An installed megatron-core has its index builder compiled, but no Makefile for what Megatron starts anyway.
+            stack.enter_context(apply([INDEX_BUILDER]))
         from megatron_loco.integrations.megatron import patch
 
         stack.enter_context(patch())

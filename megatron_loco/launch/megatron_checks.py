@@ -1,8 +1,9 @@
-"""Megatron's own validation of its arguments, run before data is prepared and ranks are started."""
+"""All checks of a whole set of arguments, Megatron's own among them, before data is prepared and ranks are started."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import sys
@@ -10,11 +11,16 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from megatron_loco.config import LoCoConfig
+from megatron_loco.cpu import check_arguments
+from megatron_loco.integrations.megatron.arguments import check_combinations
 from megatron_loco.launch.megatron_flags import quiet
 
 
-def validate(argv: Sequence[str], *, world_size: int, environment: Mapping[str, str]) -> None:
-    """Let Megatron parse and validate its arguments as rank 0 would.
+def validate(
+    argv: Sequence[str], *, loco: LoCoConfig | None, device: str, world_size: int, environment: Mapping[str, str]
+) -> None:
+    """Check what Megatron, LoCo and the device say of the arguments, as rank 0 would.
 
     Megatron looks at ``sys.argv`` and the environment, so both are replaced for the duration of the call. A check that
     asks for a GPU on a machine without one says nothing about the settings and ends the validation here; the ranks run
@@ -22,11 +28,13 @@ def validate(argv: Sequence[str], *, world_size: int, environment: Mapping[str, 
 
     Args:
         argv: Megatron's arguments, without those of LoCo, which the stock parser does not know.
+        loco: LoCo's settings, or ``None`` where it is off.
+        device: ``cpu`` or ``cuda``.
         world_size: Ranks of the whole job.
         environment: Environment variables of the ranks.
 
     Raises:
-        ValueError: Megatron refuses the combination; the message is Megatron's.
+        ValueError: the combination is refused; the message is that of whoever refuses it.
     """
     from megatron.training.arguments import parse_args, validate_args
 
@@ -34,10 +42,17 @@ def validate(argv: Sequence[str], *, world_size: int, environment: Mapping[str, 
     ranks = {**environment, "RANK": "0", "WORLD_SIZE": str(world_size)}
     with _process_state(argv, ranks), quiet(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
-            validate_args(parse_args())
+            args = parse_args()
+            for name, value in dataclasses.asdict(loco).items() if loco is not None else ():
+                setattr(args, f"loco_{name}", value)
+            if device == "cpu":
+                check_arguments(args)
+            check_combinations(args)
         except SystemExit:
             problem = said.getvalue().strip().splitlines()[-1:]
             raise ValueError(f"Megatron refuses these settings: {''.join(problem)}") from None
+        try:
+            validate_args(args)
         except Exception as error:  # Megatron validates with assertions, ValueError and others
             frame = traceback.extract_tb(error.__traceback__)[-1]
             if "cuda" in Path(frame.filename).parts:

@@ -7,6 +7,7 @@ wire of each run at the same iterations.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class Run:
         """
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+        logging.getLogger("tensorboard").setLevel(logging.WARNING)  # it reports each file that it has read to the end
         events = EventAccumulator(str(output_dir / "tensorboard"), size_guidance={"scalars": 0})
         events.Reload()
         tags = events.Tags()["scalars"]
@@ -140,12 +142,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _points(runs: Sequence[Run], tag: str = STEP_TIME) -> list[int]:
-    # Iterations that all runs logged, thinned to NUM_POINTS with the last one always among them.
-    common = sorted(set.intersection(*(set(run.scalars.get(tag, run.scalars[LOSS])) for run in runs)))
-    if len(common) <= NUM_POINTS:
-        return common
-    last = len(common) - 1
-    return [common[round(i * last / (NUM_POINTS - 1))] for i in range(NUM_POINTS)]
+    # Iterations at which all runs logged ``tag``; those with a validation loss if there are several; thinned to
+    # NUM_POINTS with the last one always among them.
+    common = set.intersection(*(set(run.scalars.get(tag) or run.scalars[LOSS]) for run in runs))
+    validated = common.intersection(*(run.scalars.get(VALIDATION_LOSS, {}) for run in runs))
+    points = sorted(validated if len(validated) > 2 else common)
+    if len(points) <= NUM_POINTS:
+        return points
+    last = len(points) - 1
+    return [points[round(i * last / (NUM_POINTS - 1))] for i in range(NUM_POINTS)]
 
 
 def _cell(value: float | None, scale: float, form: str) -> str:

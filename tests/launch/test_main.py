@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import sys
-import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from megatron_loco.launch import __main__, torchrun, yaml_file
+from megatron_loco.launch import __main__, report, torchrun, yaml_file
 
 Config = Callable[[str], str]
 
@@ -31,6 +29,9 @@ model:
   no-gradient-accumulation-fusion: true
   no-masked-softmax-fusion: true
   no-persist-layer-norm: true
+  no-rope-fusion: true
+parallel:
+  use-distributed-optimizer: true
 training:
   train-iters: 2
   micro-batch-size: 1
@@ -62,9 +63,13 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[list[
 @pytest.fixture
 def summaries(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     folders: list[Path] = []
-    report = types.ModuleType("megatron_loco.launch.report")
-    report.print_summary = folders.append  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "megatron_loco.launch.report", report)
+
+    def print_summary(output_dir: Path, unigram_entropy: float | None) -> None:
+        assert unigram_entropy is not None  # the corpus was prepared here
+        assert unigram_entropy > 0
+        folders.append(output_dir)
+
+    monkeypatch.setattr(report, "print_summary", print_summary)
     return folders
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_loco.config import LoCoConfig
 from megatron_loco.launch import overrides, run_config, yaml_file
 from megatron_loco.launch.corpus import PreparedCorpus
 from megatron_loco.launch.megatron_checks import validate
@@ -101,7 +102,7 @@ def test_the_resolved_file_gives_the_same_run(
 
 def test_quickstart_passes_megatrons_validation(flags: MegatronFlags) -> None:
     result = resolved(QUICKSTART, flags, corpus=CORPUS)
-    validate(result.megatron_argv, world_size=2, environment=os.environ)
+    validate(result.megatron_argv, loco=None, device="cpu", world_size=2, environment=os.environ)
     assert result.argv[len(result.megatron_argv) :][:2] == ["--loco-bits", "4"]
     assert resolved(QUICKSTART, flags, "loco.bits=off", corpus=CORPUS).argv == result.megatron_argv
 
@@ -117,9 +118,27 @@ def test_quickstart_passes_megatrons_validation(flags: MegatronFlags) -> None:
 def test_megatron_refuses(flags: MegatronFlags, words: list[str], message: str) -> None:
     argv, environment = list(sys.argv), dict(os.environ)
     with pytest.raises(ValueError, match=f"Megatron refuses these settings: .*{message}"):
-        validate(resolved(QUICKSTART, flags, *words).megatron_argv, world_size=2, environment=os.environ)
+        validate(
+            resolved(QUICKSTART, flags, *words).megatron_argv,
+            loco=None,
+            device="cpu",
+            world_size=2,
+            environment=os.environ,
+        )
     assert sys.argv == argv
     assert dict(os.environ) == environment
+
+
+def test_loco_and_the_device_refuse_before_anything_is_prepared(flags: MegatronFlags) -> None:
+    def check(word: str, loco: LoCoConfig | None) -> None:
+        argv = resolved(QUICKSTART, flags, word).megatron_argv
+        validate(argv, loco=loco, device="cpu", world_size=2, environment=os.environ)
+
+    with pytest.raises(ValueError, match=r"--calculate-per-token-loss: .*remove the flag"):
+        check("calculate-per-token-loss=true", LoCoConfig(bits=4))
+    check("calculate-per-token-loss=true", None)
+    with pytest.raises(ValueError, match=r"transformer_impl=transformer_engine: --transformer-impl local"):
+        check("transformer-impl=transformer_engine", None)
 
 
 def test_device_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:

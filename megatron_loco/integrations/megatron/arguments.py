@@ -71,7 +71,8 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "--tensor-parallel-num-weight-shards",
-        lambda a: a.gtp_weight_remat_size > 1 or a.expert_gtp_weight_remat_size > 1,
+        # Derived by Megatron's validation, and absent before it.
+        lambda a: max(getattr(a, "gtp_weight_remat_size", 1), getattr(a, "expert_gtp_weight_remat_size", 1)) > 1,
         "sharded tensor-parallel weights are not verified yet; remove the flag",
     ),
 )
@@ -170,7 +171,7 @@ def check_combinations(args: Any) -> None:
     """Refuse what LoCo does not handle, if LoCo is on.
 
     Args:
-        args: Megatron's namespace after its own validation.
+        args: Megatron's namespace, after its own validation or at least after parsing.
 
     Raises:
         ValueError: one message that names every flag in the way, each with its remedy.
