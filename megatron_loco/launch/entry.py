@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
 
             stack.enter_context(cpu.enter())
         elif own.script is None:
-            # An installed megatron-core has its index builder compiled, but no Makefile for what Megatron starts anyway.
+            # An installed megatron-core has its index builder compiled, but no Makefile, which Megatron runs anyway.
             stack.enter_context(apply([INDEX_BUILDER]))
         from megatron_loco.integrations.megatron import patch
 
