@@ -19,6 +19,8 @@ REQUIRED = [
     # Two that Megatron imports in a `try` and does not declare; without them it starts, then stops half-way:
     "psutil",  # writing a torch_dist checkpoint
     "einops",  # Megatron-FSDP's device mesh and hierarchical context parallel groups
+    # A Megatron-LM checkout (MEGATRON_LM_DIR) compiles its index builder at the first start.
+    "pybind11",
     # Megatron's scalars; its console prints the mean of two iterations after a resume, TensorBoard does not.
     "tensorboard",
 ]

@@ -68,12 +68,14 @@ def rank_environment(
         environment: The environment of the launcher.
 
     Returns:
-        The launcher's environment, with ``OMP_NUM_THREADS`` so that the ranks share the cores, unbuffered output, and
-        the settings.
+        The launcher's environment, with ``OMP_NUM_THREADS`` so that the ranks share the cores, unbuffered output, this
+        Python's folder first in ``PATH`` (a Megatron-LM checkout runs ``python3`` to build its index builder), and the
+        settings.
     """
     cores = len(os.sched_getaffinity(0))
     defaults = {"OMP_NUM_THREADS": str(max(1, cores // nproc_per_node))}
-    return {**defaults, **environment, "PYTHONUNBUFFERED": "1", **settings}
+    path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
+    return {**defaults, **environment, "PYTHONUNBUFFERED": "1", "PATH": path, **settings}
 
 
 def pretrain_script(environment: Mapping[str, str]) -> Path | None:

@@ -63,7 +63,8 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     base = {"PATH": "/bin", "A": "old"}
     ranks = torchrun.rank_environment({"A": "new"}, nproc_per_node=3, environment=base)
-    assert ranks == {"PATH": "/bin", "A": "new", "OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1"}
+    path = f"{Path(sys.executable).parent}:/bin"
+    assert ranks == {"PATH": path, "A": "new", "OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1"}
     assert base == {"PATH": "/bin", "A": "old"}
     ranks = torchrun.rank_environment({}, nproc_per_node=16, environment={})
     assert ranks["OMP_NUM_THREADS"] == "1"

@@ -66,8 +66,8 @@ class Metrics:
     def __init__(self, states: Sequence[BucketState]) -> None:
         self._states = states
         self._last = [0.0, 0.0, 0.0]
-        self.started = False
-        """Whether a step of this process was logged already."""
+        self.last_logged: int | None = None
+        """Iteration at which the last interval ended; before the first one, the iteration this process started from."""
 
     def interval(self, num_steps: int, group: dist.ProcessGroup | None = None) -> Interval:
         """Close the interval. A collective: every rank of ``group`` must call it.
@@ -133,17 +133,19 @@ def _log(metrics: Metrics, iteration: int) -> None:
     from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, print_rank_last
 
     args = get_args()
-    if not metrics.started and iteration > 1 and dist.get_rank() == 0:
-        logger.warning(
-            "LoCo: checkpoints do not hold the error state yet; resumed at iteration %d with zero error and %d exact "
-            "warm-up steps",
-            iteration,
-            args.loco_warmup_steps,
-        )
-    metrics.started = True
+    if metrics.last_logged is None:
+        metrics.last_logged = iteration - 1
+        if iteration > 1 and dist.get_rank() == 0:
+            logger.warning(
+                "LoCo: checkpoints do not hold the error state yet; resumed at iteration %d with zero error, the first "
+                "%d steps are exact",
+                iteration,
+                args.loco_warmup_steps,
+            )
     if iteration % args.log_interval:
         return
-    interval = metrics.interval(args.log_interval)
+    interval = metrics.interval(iteration - metrics.last_logged)
+    metrics.last_logged = iteration
     print_rank_last(interval.line(iteration, args.train_iters))
     writer = get_tensorboard_writer()
     if writer:

@@ -28,6 +28,7 @@ MOE = (
 ).split()
 
 TIMEOUT_S = 300
+IMPORT_LINE = ("tests.integrations.megatron._import_line_entry",)
 STOCK = ("tests.integrations.megatron._stock_entry",)
 LOCO = ("megatron_loco.launch.entry", "--device", "cpu", "--")
 NOT_COMPARED = ("iteration-time", "loco/")
@@ -39,7 +40,7 @@ def train(folder: Path, *flags: str, entry: tuple[str, ...] = LOCO, num_ranks: i
     Args:
         folder: Where TensorBoard files go; its name is the run's.
         flags: Megatron flags besides :data:`MODEL`.
-        entry: :data:`STOCK` or :data:`LOCO`.
+        entry: :data:`STOCK`, :data:`LOCO` or :data:`IMPORT_LINE`.
         num_ranks: World size.
         iterations: Training steps.
 

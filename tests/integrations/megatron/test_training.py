@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_loco.launch.report import BITS, ERROR_NORM, RELATIVE_ERROR, Run
-from tests.integrations.megatron._training import MOE, OVERLAP, STOCK, differences, launch, train
+from tests.integrations.megatron._training import IMPORT_LINE, MOE, OVERLAP, STOCK, differences, launch, train
 
 IDENTITY = ("--loco-bits", "32", "--loco-warmup-steps", "0")
 LOCO = ("--loco-bits", "4", "--loco-warmup-steps", "2")
@@ -36,6 +36,8 @@ def test_off_identity_and_overlap(tmp_path: Path) -> None:
     loco = train(tmp_path / "loco", *LOCO, iterations=iterations)
     overlapped = train(tmp_path / "overlapped", *LOCO, *OVERLAP, iterations=iterations)
     assert differences(loco, overlapped) == []
+    imported = train(tmp_path / "imported", *LOCO, entry=IMPORT_LINE, iterations=iterations)
+    assert differences(loco, imported) == []
     assert loco.scalars["lm loss"][2] == stock.scalars["lm loss"][2]
     assert loco.scalars["lm loss"][20] != stock.scalars["lm loss"][20]
     _assert_trains(loco, stock)
@@ -53,6 +55,13 @@ def test_off_identity_and_overlap(tmp_path: Path) -> None:
         ("tensor parallel", ("--tensor-model-parallel-size", "2", "--untie-embeddings-and-output-weights")),
         # Tied embeddings: the first and the last stage hold a copy each, reduced once more over the embedding group.
         ("pipeline parallel", ("--pipeline-model-parallel-size", "2")),
+        (
+            "interleaved pipeline",
+            (
+                *("--pipeline-model-parallel-size", "2", "--num-layers", "4"),
+                *("--num-layers-per-virtual-pipeline-stage", "1", "--untie-embeddings-and-output-weights"),
+            ),
+        ),
         ("expert parallel", (*MOE, "--expert-model-parallel-size", "2", "--untie-embeddings-and-output-weights")),
     ],
 )

@@ -1,0 +1,17 @@
+"""A user's own training script, as the README shows it: everything of Megatron is imported by name before ``patch()``."""
+
+import warnings
+
+from megatron_loco import cpu
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    with cpu.enter():
+        from megatron_loco.launch.entry import flush_logs
+        from megatron_loco.launch.pretrain_gpt import main
+
+        import megatron_loco  # isort: skip
+
+        megatron_loco.patch()
+        main()
+        flush_logs()
