@@ -24,8 +24,10 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="megatron_loco.launch.entry")
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--script", type=Path, help="a Megatron training script, e.g. pretrain_gpt.py of a checkout")
-    separator = argv.index("--")
+    separator = argv.index("--") if "--" in argv else len(argv)
     own = parser.parse_args(argv[:separator])
+    if separator == len(argv):
+        parser.error("Megatron's flags are missing; they follow a --")
     megatron_flags = argv[separator + 1 :]
     if own.script is not None:
         # As if started by "python SCRIPT": its folder first, so that its own megatron/ is the one that is imported.

@@ -1,4 +1,4 @@
-"""A user's own training script, as the README shows it: everything of Megatron is imported by name before ``patch()``."""
+"""A user's own training script, as the README shows it: Megatron is imported by name before ``patch()``."""
 
 import warnings
 
@@ -6,12 +6,13 @@ from megatron_loco import cpu
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
-    with cpu.enter():
-        from megatron_loco.launch.entry import flush_logs
-        from megatron_loco.launch.pretrain_gpt import main
+    cpu.enter()
 
-        import megatron_loco  # isort: skip
+    from megatron_loco.launch.entry import flush_logs
+    from megatron_loco.launch.pretrain_gpt import main
 
-        megatron_loco.patch()
-        main()
-        flush_logs()
+    import megatron_loco  # isort: skip
+
+    megatron_loco.patch()
+    main()
+    flush_logs()
