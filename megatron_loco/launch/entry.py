@@ -9,11 +9,14 @@ Without ``--script`` our own short :mod:`megatron_loco.launch.pretrain_gpt` runs
 from __future__ import annotations
 
 import argparse
+import gc
 import runpy
 import sys
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
+
+import torch.distributed as dist
 
 from megatron_loco.cpu.megatron import INDEX_BUILDER
 from megatron_loco.patching import apply
@@ -49,12 +52,38 @@ def main(argv: list[str]) -> None:
 
         stack.enter_context(patch())
         stack.callback(flush_logs)
-        if own.script is not None:
-            runpy.run_path(str(own.script), run_name="__main__")
-        else:
-            from megatron_loco.launch.pretrain_gpt import main as pretrain_gpt
+        try:
+            _train(own.script)
+        except SystemExit as ending:  # how Megatron ends after --exit-interval, --exit-signal-handler and the like
+            if not ending.code:
+                shut_down()
+            raise
+        shut_down()
 
-            pretrain_gpt()
+
+def _train(script: Path | None) -> None:
+    if script is not None:
+        runpy.run_path(str(script), run_name="__main__")
+    else:
+        from megatron_loco.launch.pretrain_gpt import main as pretrain_gpt
+
+        pretrain_gpt()
+
+
+def shut_down() -> None:
+    """End the process groups of a run that succeeded, while Python is still there.
+
+    A thread of Gloo that lets go of the last reference to a tensor needs the interpreter. If that is on its way out, the
+    thread takes the whole process down (SIGABRT, "terminate called without an active exception"; seen once in about a
+    hundred runs on a busy machine), and a run that was complete counts as failed.
+    """
+    from megatron.core import parallel_state
+
+    if not dist.is_initialized():
+        return
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    gc.collect()  # models hold groups, and are in reference cycles; a group joins its threads when it goes
 
 
 def flush_logs() -> None:

@@ -8,7 +8,7 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     cpu.enter()
 
-    from megatron_loco.launch.entry import flush_logs
+    from megatron_loco.launch.entry import flush_logs, shut_down
     from megatron_loco.launch.pretrain_gpt import main
 
     import megatron_loco  # isort: skip
@@ -16,3 +16,4 @@ if __name__ == "__main__":
     megatron_loco.patch()
     main()
     flush_logs()
+    shut_down()
