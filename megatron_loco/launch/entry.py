@@ -73,9 +73,9 @@ def _train(script: Path | None) -> None:
 def shut_down() -> None:
     """End the process groups of a run that succeeded, while Python is still there.
 
-    A thread of Gloo that lets go of the last reference to a tensor needs the interpreter. If that is on its way out, the
-    thread takes the whole process down (SIGABRT, "terminate called without an active exception"; seen once in about a
-    hundred runs on a busy machine), and a run that was complete counts as failed.
+    A thread of Gloo that lets go of the last reference to a tensor needs the interpreter. If that is on its way out,
+    the thread takes the whole process down, and a run that was complete counts as failed (SIGABRT, "terminate called
+    without an active exception"; seen once in about a hundred runs on a busy machine).
     """
     from megatron.core import parallel_state
 
