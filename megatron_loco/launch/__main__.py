@@ -48,6 +48,8 @@ def _launch(config_file: str, words: Sequence[str], *, dry_run: bool) -> int:
     script = torchrun.pretrain_script(environment)
     own = dataclasses.replace(own, run=settle_device(own.run))
     run = own.run
+    if run.device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # the CPU runtime refuses to hide a GPU that it was not told to hide
 
     flags = MegatronFlags.load()
     prepared = None if run.corpus is None else corpus.find(run.corpus, run.data_dir)

@@ -105,6 +105,7 @@ def print_summary(output_dir: Path, unigram_entropy: float | None = None) -> Non
             f"gradient bytes on the wire, whole run with its exact warm-up: {ratio:.2f} times less than a ring "
             f"reduce-scatter in bf16, {2 * ratio:.2f} times less than in fp32"
         )
+    console.print(f"kept in {output_dir}: {', '.join(sorted(path.name for path in output_dir.iterdir()))}")
 
 
 def print_comparison(runs: Sequence[Run]) -> None:

@@ -96,6 +96,7 @@ def test_a_run(
     assert argv[argv.index("--loco-bits") + 1] == "4"
     assert Path(argv[argv.index("--data-path") + 1] + ".bin").is_file()
     assert environment["GREETING"] == "two words"
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
     assert summaries == [(Path("runs/my run"), True)]
 
     out = capsys.readouterr().out
