@@ -46,8 +46,7 @@ setup(
     # megatron-core 0.19 needs 3.12 and has no wheel for 3.14.
     python_requires=">=3.12,<3.14",
     packages=find_packages(include=["megatron_loco", "megatron_loco.*"]),
-    # The CPU kernels are compiled from source at first use.
-    package_data={"megatron_loco": ["**/*.cpp", "**/*.h"]},
+    package_data={"megatron_loco": ["py.typed"]},
     install_requires=REQUIRED,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megatron-loco-pretrain = megatron_loco.launch.__main__:main"]},
