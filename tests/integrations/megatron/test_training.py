@@ -76,12 +76,16 @@ def test_parallel_layouts(tmp_path: Path, name: str, flags: tuple[str, ...]) -> 
 def test_resume_of_the_plain_checkpoint(tmp_path: Path) -> None:
     saving = ("--save", str(tmp_path / "checkpoints"), "--save-interval", "4", "--ckpt-format", "torch_dist")
     loading = ("--load", str(tmp_path / "checkpoints"), "--ckpt-step", "4")
-    straight = train(tmp_path / "straight", *IDENTITY, *OVERLAP, *saving)
-    resumed = train(tmp_path / "resumed", *IDENTITY, *OVERLAP, *loading)
+    # Four ranks and embeddings larger than a shard: then rank 0 owns nothing of one of the optimizer's parameter groups,
+    # which is where the optimizer that stands in for the fused one could resume wrongly without a word.
+    embeddings = ("--vocab-size", "8000", "--untie-embeddings-and-output-weights")
+    large = (*IDENTITY, *OVERLAP, *embeddings)
+    straight = train(tmp_path / "straight", *large, *saving, num_ranks=4)
+    resumed = train(tmp_path / "resumed", *large, *loading, num_ranks=4)
     assert min(resumed.scalars["lm loss"]) == 5
     assert differences(resumed, straight, first_iteration=5) == []
 
-    process = launch(tmp_path / "loco", *LOCO, *loading)
+    process = launch(tmp_path / "loco", *LOCO, *loading, *embeddings, num_ranks=4)
     assert process.returncode == 0, process.stdout[-6000:]
     assert process.stdout.count("checkpoints do not hold the error state yet; resumed at iteration 5") == 1
     loco = Run.read(tmp_path / "loco")
