@@ -76,7 +76,7 @@ def test_parallel_layouts(tmp_path: Path, name: str, flags: tuple[str, ...]) -> 
 def test_resume_of_the_plain_checkpoint(tmp_path: Path) -> None:
     saving = ("--save", str(tmp_path / "checkpoints"), "--save-interval", "4", "--ckpt-format", "torch_dist")
     loading = ("--load", str(tmp_path / "checkpoints"), "--ckpt-step", "4")
-    # Four ranks and embeddings larger than a shard: rank 0 then owns nothing of one of the optimizer's parameter groups,
+    # Four ranks and embeddings larger than a shard: rank 0 owns nothing of one of the optimizer's parameter groups,
     # which is where the optimizer that stands in for the fused one could resume wrongly without a word.
     embeddings = ("--vocab-size", "8000", "--untie-embeddings-and-output-weights")
     large = (*IDENTITY, *OVERLAP, *embeddings)
