@@ -13,6 +13,7 @@ bookkeeping stay stock.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -23,11 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_loco import __version__
+from megatron_loco.collectives.agreement import check_agreement
 from megatron_loco.collectives.reduce_scatter import reduce_scatter
 from megatron_loco.collectives.scratch import ScratchPool
 from megatron_loco.collectives.state import BucketState
 from megatron_loco.collectives.work import Work
-from megatron_loco.config import LoCoConfig
+from megatron_loco.config import LoCoConfig, flag
 from megatron_loco.core.wire import ParamSpan, bucket_layout
 
 logger = logging.getLogger(__name__)
@@ -70,13 +73,15 @@ class GradSync:
             config: Settings, equal on all ranks.
 
         Raises:
-            ValueError: the model's ``ddp_config`` has a combination that LoCo does not handle.
+            ValueError: the model's ``ddp_config`` has a combination that LoCo does not handle, or the ranks of a group
+                differ in version, settings or buckets.
         """
         _check_ddp_config(ddp.ddp_config)
         num_skipped = 0
         first = len(self.states)
         for kind, bucket_groups in (("dense", ddp.bucket_groups), ("expert", ddp.expert_parallel_bucket_groups)):
             previous = None
+            of_kind = len(self.states)
             for bucket_group in bucket_groups:
                 group = bucket_group.intra_distributed_optimizer_instance_group
                 if group.size() == 1:
@@ -92,6 +97,10 @@ class GradSync:
                     # scratch memory of two groups is in flight at most.
                     bucket_group.previous_grad_reduce_bucket_group = previous
                 previous = bucket_group
+            if previous is not None:
+                # One group for all buckets of a kind.
+                group = previous.intra_distributed_optimizer_instance_group
+                check_agreement(_facts(config, self.states[of_kind:]), group)
         self._report(self.states[first:], num_skipped, config)
 
     def dispatcher(self, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,6 +193,16 @@ class GradSync:
             error_bytes / numel,
             config.warmup_steps,
         )
+
+
+def _facts(config: LoCoConfig, states: list[BucketState]) -> dict[str, object]:
+    # What the ranks of a group must have in common. Python's hash of numbers is the same in every process.
+    facts: dict[str, object] = {"version of megatron_loco": __version__}
+    facts |= {flag(name): value for name, value in dataclasses.asdict(config).items()}
+    facts["number of buckets"] = len(states)
+    for number, state in enumerate(states):
+        facts[f"layout of bucket {number} ({state.name})"] = (state.layout.numel, hash(state.layout))
+    return facts
 
 
 def _check_ddp_config(ddp_config: Any) -> None:

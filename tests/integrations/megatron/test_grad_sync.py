@@ -189,6 +189,36 @@ def test_warm_up_all_reduce_neighbours_and_nan() -> None:
     assert any(r["NaN seen"] for r in run_ranks(_bypasses, 2))
 
 
+def _disagreement(rank: int, world_size: int) -> list[str]:
+    messages = []
+    with ExitStack() as stack:
+        parallel_megatron(stack)
+        from megatron_loco.integrations.megatron.grad_sync import GradSync
+
+        last = rank == world_size - 1
+        for config, case in (
+            (LoCoConfig(bits=4, beta=0.5 if last else 0.8, warmup_steps=3), Case()),
+            (LOCO, Case(overlap=True, bucket_size=700 if last else None)),
+            (LOCO, Case()),
+        ):
+            ddp = wrap(case)
+            try:
+                GradSync().attach(ddp, config)
+                messages.append("")
+            except ValueError as error:
+                messages.append(str(error))
+    return messages
+
+
+def test_ranks_that_differ_are_stopped_at_the_start() -> None:
+    for messages in run_ranks(_disagreement, 3):
+        settings, buckets_differ, equal = messages
+        assert "--loco-beta: 0.8 on rank 0, 0.5 on rank 2" in settings
+        assert "warmup" not in settings
+        assert "number of buckets: 1 on rank 0" in buckets_differ
+        assert equal == ""
+
+
 def _ddp_config_refused(rank: int, world_size: int) -> list[str]:
     messages = []
     with ExitStack() as stack:
