@@ -14,6 +14,9 @@ from typing import Any
 SUPPORTED_BITS = (4, 8, 32)
 """Wire widths. 32 is the identity codec: exact values through the same all-to-all, to verify the path."""
 
+OFF = "off"
+"""In place of a number of bits: train without LoCo."""
+
 BACKENDS = ("auto", "reference")
 """Implementations of encode and decode; ``auto`` takes the fastest that the device of the gradients has."""
 

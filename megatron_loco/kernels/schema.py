@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,7 +16,6 @@ NUM_STATISTICS = 4
 """Sums that encode adds up per bucket: ``[g^2, (h - d)^2, e'^2, blocks with NaN or Inf]``; see :class:`Statistics`."""
 
 
-@dataclass(frozen=True)
 class Statistics:
     """Names of the entries of a statistics tensor (fp64, shape ``[NUM_STATISTICS]``), summed over finite blocks."""
 

@@ -10,7 +10,6 @@ from megatron_loco import config
 from megatron_loco.launch.sections import nearest
 from megatron_loco.launch.values import Setting, Value, located, number, text, whole_number
 
-OFF = "off"
 _TAKE: dict[type, Callable[[Value], Any]] = {int: whole_number, float: number, str: text}
 
 
@@ -36,7 +35,7 @@ def from_section(section: Mapping[str, Setting]) -> config.LoCoConfig | None:
             raise located(setting.where, f"loco.{key}", f"unknown setting{nearest(key, types)}")
         if setting.value is None:
             continue
-        if key == "bits" and setting.value == OFF:
+        if key == "bits" and setting.value == config.OFF:
             off = True
             continue
         try:
@@ -60,7 +59,7 @@ def from_section(section: Mapping[str, Setting]) -> config.LoCoConfig | None:
 
 def as_values(loco: config.LoCoConfig | None) -> dict[str, Value]:
     """The section that :func:`from_section` reads back: every field, or only ``bits: off``."""
-    return {"bits": OFF} if loco is None else dataclasses.asdict(loco)
+    return {"bits": config.OFF} if loco is None else dataclasses.asdict(loco)
 
 
 def as_argv(loco: config.LoCoConfig | None) -> list[str]:

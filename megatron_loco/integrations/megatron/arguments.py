@@ -7,9 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_loco.config import LoCoConfig, fields, flag
-
-OFF = "off"
+from megatron_loco.config import OFF, LoCoConfig, fields, flag
 
 _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
