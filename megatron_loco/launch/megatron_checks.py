@@ -56,6 +56,10 @@ def validate(
         except Exception as error:  # Megatron validates with assertions, ValueError and others
             frame = traceback.extract_tb(error.__traceback__)[-1]
             if "cuda" in Path(frame.filename).parts:
+                # Past the redirection: that a check was cut short is for the user to see.
+                print(
+                    "note: Megatron's own check needs a GPU from here on; the ranks run it again", file=sys.__stderr__
+                )
                 return
             reason = str(error) or f"{type(error).__name__} at: {frame.line}"
             raise ValueError(f"Megatron refuses these settings: {reason}") from None
