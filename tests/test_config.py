@@ -11,11 +11,21 @@ import pytest
 from megatron_loco.config import BACKENDS, SUPPORTED_BITS, LoCoConfig, fields, flag
 
 REJECTED: list[tuple[str, Any]] = [
-    *(("bits", value) for value in (0, 1, 2, 3, 5, 16, 64, -4, 4.0, "4", None, True, math.nan)),
+    *(("bits", value) for value in (0, 3, 5, 16, 64, -4, 4.0, "4", None, True, math.nan)),
     *(("block_size", value) for value in (0, 16, 31, 33, 48, -32, 4128, 8192, 256.0, "256", None, True)),
     *(("beta", value) for value in (1, 1.0, -0.1, 1.5, math.nan, math.inf, -math.inf, "0.8", None, True, False)),
     *(("reset_interval", value) for value in (-1, 512.0, "512", None, False)),
     *(("warmup_steps", value) for value in (-1, 1e1, "10", None, True)),
+    *(("error_bits", value) for value in (1, 4, 24, 8.0, "8", None, True)),
+    *(("scale_mode", value) for value in ("", "Block", None, 1)),
+    *(("fixed_inverse_scale", value) for value in (0, -1.0, math.nan, math.inf, "98304", None, True)),
+    *(("exact_params", value) for value in ("", " ", "1d,", ",1d", "a,,b", None, 1)),
+    *(("min_bucket_numel", value) for value in (-1, 1.0, "0", None)),
+    *(("ranks_per_node", value) for value in (-1, 8.0, "8", None)),
+    *(("topology", value) for value in ("two_level", "", None)),
+    *(("rollback", value) for value in ("keep", None)),
+    *(("save_error", value) for value in ("yes", None, True)),
+    *(("load_error", value) for value in ("no", None, False)),
     *(("backend", value) for value in ("", "Reference", "triton ", "cuda", None, 1, ["reference"])),
 ]
 
@@ -60,7 +70,34 @@ def test_defaults() -> None:
         "reset_interval": 512,
         "warmup_steps": 10,
         "backend": "auto",
+        "error_bits": 8,
+        "scale_mode": "block",
+        "fixed_inverse_scale": 98304.0,
+        "exact_params": "1d",
+        "min_bucket_numel": 16384,
+        "topology": "auto",
+        "ranks_per_node": 0,
+        "rollback": "zero",
+        "save_error": "always",
+        "load_error": "auto",
     }
+
+
+@pytest.mark.parametrize(
+    ("patterns", "exact"),
+    [
+        ("1d", {"norm.weight", "linear.bias"}),
+        ("none", set()),
+        ("*.bias, embedding.*", {"linear.bias", "embedding.weight"}),
+        ("1d,*embedding*", {"norm.weight", "linear.bias", "embedding.weight"}),
+        ("*", {"norm.weight", "linear.bias", "linear.weight", "embedding.weight"}),
+    ],
+)
+def test_exact_params(patterns: str, exact: set[str]) -> None:
+    names = {"norm.weight": 1, "linear.bias": 1, "linear.weight": 2, "embedding.weight": 2}
+    config = LoCoConfig(bits=4, exact_params=patterns)
+    assert {name for name, dimensions in names.items() if config.is_exact(name, dimensions)} == exact
+    assert all(LoCoConfig(bits=32, exact_params=patterns).is_exact(name, dim) for name, dim in names.items())
 
 
 def test_width_has_no_default_and_positions_mean_nothing() -> None:

@@ -60,7 +60,8 @@ def reduce_scatter(
     rank = group.rank()
     bf16_bytes = layout.ring_bytes(torch.bfloat16.itemsize)
     if state.in_warmup or layout.world_size == 1:
-        state.step += 1
+        state.begin_step()
+        state.end_step()
         state.statistics.zero_()
         state.traffic.add(layout.ring_bytes(input.element_size()), bf16_bytes, compressed=False)
         return exact(output, input, op=op, group=group, async_op=async_op)
@@ -76,6 +77,7 @@ def reduce_scatter(
         state.scratch.give_back(send)
         state.scratch.give_back(recv)
         raise
+    state.begin_step()
     state.statistics.zero_()
     state.backend.encode(
         input,
@@ -88,7 +90,7 @@ def reduce_scatter(
         reset=state.resets_now,
         statistics=state.statistics,
     )
-    state.step += 1
+    state.end_step()
     state.traffic.add(layout.wire_bytes, bf16_bytes, compressed=True)
     transfer = dist.all_to_all_single(
         recv,

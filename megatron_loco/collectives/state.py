@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatron_loco.collectives.scratch import ScratchPool
 from megatron_loco.config import LoCoConfig
-from megatron_loco.core.error_feedback import ErrorState
+from megatron_loco.core.error_feedback import ErrorState, reset_error
 from megatron_loco.core.wire import BucketLayout
 from megatron_loco.kernels.registry import select_backend
 from megatron_loco.kernels.schema import NUM_STATISTICS
@@ -37,9 +38,12 @@ class Traffic:
 class BucketState:
     """Layout, error state, step counter, statistics and traffic of one bucket.
 
+    A reduction is one step. It counts unless :meth:`discard` takes it back: when an optimizer step is skipped, or when
+    Megatron repeats a step.
+
     Args:
         name: Shown in messages.
-        layout: Byte layout of the bucket.
+        layout: Byte layout of what this rank exchanges.
         config: Settings.
         device: Where gradients and error live.
         scratch: Pool that lends the send and receive buffers.
@@ -53,11 +57,53 @@ class BucketState:
         self.config = config
         self.scratch = scratch
         self.backend = select_backend(config.backend, device)
-        self.error = ErrorState.zeros(layout.num_blocks, layout.block_size, device)
+        self.error = self._no_error(device)
         self.statistics = torch.zeros(NUM_STATISTICS, dtype=torch.float64, device=device)
         self.traffic = Traffic()
         self.step = 0
-        """Reductions so far, one per optimizer step: counts warm-up and resets."""
+        """Reductions that count so far, one per optimizer step: counts warm-up and resets."""
+        self.unit = torch.ones((), dtype=torch.float32, device=device)
+        """What the gradients are multiplied by (loss scale, token count), and so the unit of the stored error."""
+        self._previous = self._no_error(device) if config.rollback == "restore" else None
+        self._previous_unit = self.unit.clone()
+        self._can_discard = False
+
+    def _no_error(self, device: torch.device) -> ErrorState:
+        return ErrorState.zeros(self.layout.num_blocks, self.layout.block_size, device, self.config.error_bits)
+
+    def begin_step(self, unit: Tensor | None = None) -> None:
+        """Prepare for a reduction: keep what :meth:`discard` needs, and bring the error to the unit of the gradients.
+
+        Args:
+            unit: What the gradients of this step are multiplied by, fp32 of shape ``[]``; default: as in the last step.
+        """
+        self._can_discard = True
+        if self._previous is not None:
+            self._previous.copy_(self.error)
+            self._previous_unit.copy_(self.unit)
+        if unit is not None:
+            self.error.multiply_(torch.div(unit, self.unit))
+            self.unit.copy_(unit)
+
+    def end_step(self) -> None:
+        """Count the reduction that :meth:`begin_step` announced; its error is stored."""
+        self.step += 1
+
+    def discard(self) -> None:
+        """Take the last reduction back, as if it had never happened; a second call does nothing.
+
+        With ``rollback="restore"`` the error is bitwise that from before the step, with ``"zero"`` it is zero, as after
+        a reset. Bytes were sent, and stay counted.
+        """
+        if not self._can_discard:
+            return
+        self._can_discard = False
+        self.step -= 1
+        if self._previous is not None:
+            self.error.copy_(self._previous)
+            self.unit.copy_(self._previous_unit)
+        else:
+            reset_error(self.error)
 
     @property
     def in_warmup(self) -> bool:

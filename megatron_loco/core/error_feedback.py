@@ -21,8 +21,8 @@ from torch import Tensor
 
 from megatron_loco.core.quantize import dequantize_blocks, fp32, quantize_blocks
 
-ERROR_BITS = 8
-"""Width of the stored error."""
+CODE_DTYPES = {0: torch.int8, 8: torch.int8, 16: torch.int16, 32: torch.float32}
+"""Width of the stored error -> dtype of its codes."""
 
 _STEP_STRIDE = 0xC13FA9A9
 _ELEMENT_STRIDE = 0x91E10DA5
@@ -34,29 +34,50 @@ class ErrorState:
     """Stored compression error of the quantised elements of one bucket, in the unit of the gradients it is added to.
 
     Attributes:
-        codes: int8, shape ``[num_blocks, block_size]``. Positions behind the end of a partial block stay 0.
-        scales: fp32, shape ``[num_blocks]``; never negative, never non-finite.
+        codes: Shape ``[num_blocks, block_size]``: int8, int16, or fp32 (the error itself). Positions behind the end of
+            a partial block stay 0. Shape ``[0, block_size]`` where no error is kept.
+        scales: fp32, shape ``[num_blocks]``, one per block of integer codes; never negative, never non-finite. Shape
+            ``[0]`` where the codes are fp32 or no error is kept.
+        bits: 8, 16, 32, or 0 where no error is kept.
     """
 
     codes: Tensor
     scales: Tensor
+    bits: int = 8
 
     @classmethod
-    def zeros(cls, num_blocks: int, block_size: int, device: torch.device) -> ErrorState:
+    def zeros(cls, num_blocks: int, block_size: int, device: torch.device, bits: int = 8) -> ErrorState:
         """Allocate a state of zero error on ``device``."""
         return cls(
-            codes=torch.zeros(num_blocks, block_size, dtype=torch.int8, device=device),
-            scales=torch.zeros(num_blocks, dtype=torch.float32, device=device),
+            codes=torch.zeros(num_blocks if bits else 0, block_size, dtype=CODE_DTYPES[bits], device=device),
+            scales=torch.zeros(num_blocks if bits in (8, 16) else 0, dtype=torch.float32, device=device),
+            bits=bits,
         )
 
     def rows(self, first: int, last: int) -> ErrorState:
         """A view of blocks ``first`` to ``last - 1``."""
-        return ErrorState(self.codes[first:last], self.scales[first:last])
+        return ErrorState(self.codes[first:last], self.scales[first:last], self.bits)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that is stored, by name: what a checkpoint or a copy has to hold."""
+        return {"codes": self.codes, "scales": self.scales}
+
+    def copy_(self, other: ErrorState) -> None:
+        """Take over the contents of another state of the same shape, in place."""
+        for name, tensor in self.tensors().items():
+            tensor.copy_(other.tensors()[name])
+
+    def multiply_(self, factor: Tensor) -> None:
+        """Multiply the error by ``factor``, fp32 of shape ``[]`` on the same device, in place.
+
+        Codes of 8 and 16 bits stay as they are; exact for powers of two as long as nothing underflows.
+        """
+        (self.codes if self.bits == 32 else self.scales).mul_(factor)
 
     @property
     def num_bytes(self) -> int:
         """Memory of the state in bytes."""
-        return self.codes.numel() + 4 * self.scales.numel()
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
 
 def load_error(error: ErrorState) -> Tensor:
@@ -113,7 +134,7 @@ def update_error(
     """
     updated = old * fp32(beta) + residual * fp32(1.0 - beta)
     updated = torch.where(finite[:, None], updated, old)
-    codes, scales = quantize_blocks(updated, ERROR_BITS, dither)
+    codes, scales = quantize_blocks(updated, error.bits, dither)
     # Not re-rounded: a block that is kept must stay the same bits.
     error.codes.copy_(torch.where(finite[:, None], codes, error.codes))
     error.scales.copy_(torch.where(finite, scales, error.scales))

@@ -130,7 +130,7 @@ def add_loco_arguments(parser: argparse.ArgumentParser) -> None:
     for name, kind, default, metadata in fields():
         # The default is filled in by resolve_loco_args: None tells a flag that was not given from one that was.
         if name == "bits":
-            group.add_argument(flag(name), type=_bits, default=None, metavar="{4,8,32,off}", help=metadata["help"])
+            group.add_argument(flag(name), type=_bits, default=None, metavar="{1,2,4,8,32,off}", help=metadata["help"])
         else:
             group.add_argument(
                 flag(name),
