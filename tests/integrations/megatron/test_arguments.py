@@ -57,7 +57,7 @@ def test_off(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
     ("words", "part"),
     [
         (("--loco-beta", "0.5"), "--loco-beta has no effect without --loco-bits"),
-        (("--loco-bits", "5"), "--loco-bits must be one of 4, 8, 32"),
+        (("--loco-bits", "5"), "--loco-bits must be one of 1, 2, 4, 8, 32"),
         (("--loco-bits", "4", "--loco-beta", "1"), "--loco-beta must be"),
         (("--loco-bits", "4", "--loco-block-size", "100"), "--loco-block-size must be a multiple of 32"),
         (("--loco-bits", "4", "--loco-warmup-steps", "-1"), "--loco-warmup-steps must not be negative"),
