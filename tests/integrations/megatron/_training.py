@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from megatron_loco.launch.report import Run
@@ -34,7 +40,14 @@ LOCO = ("megatron_loco.launch.entry", "--device", "cpu", "--")
 NOT_COMPARED = ("iteration-time", "loco/")
 
 
-def train(folder: Path, *flags: str, entry: tuple[str, ...] = LOCO, num_ranks: int = 2, iterations: int = 8) -> Run:
+def train(
+    folder: Path,
+    *flags: str,
+    entry: tuple[str, ...] = LOCO,
+    num_ranks: int = 2,
+    iterations: int = 8,
+    torchrun: bool = False,
+) -> Run:
     """Train and return what was logged.
 
     Args:
@@ -43,32 +56,96 @@ def train(folder: Path, *flags: str, entry: tuple[str, ...] = LOCO, num_ranks: i
         entry: :data:`STOCK`, :data:`LOCO` or :data:`IMPORT_LINE`.
         num_ranks: World size.
         iterations: Training steps.
+        torchrun: Start the ranks as users do, each a new process under torchrun's agent. Else they are forked from a
+            server that has imported Megatron (:mod:`_rank_server`), which is five times as fast.
 
     Raises:
         AssertionError: the run failed; with the end of its output.
     """
-    output = launch(folder, *flags, entry=entry, num_ranks=num_ranks, iterations=iterations)
+    output = launch(folder, *flags, entry=entry, num_ranks=num_ranks, iterations=iterations, torchrun=torchrun)
     assert output.returncode == 0, output.stdout[-6000:]
     return Run.read(folder)
 
 
 def launch(
-    folder: Path, *flags: str, entry: tuple[str, ...] = LOCO, num_ranks: int = 2, iterations: int = 8
+    folder: Path,
+    *flags: str,
+    entry: tuple[str, ...] = LOCO,
+    num_ranks: int = 2,
+    iterations: int = 8,
+    torchrun: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Like :func:`train`, but return the process, whose ``stdout`` holds both streams."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)),
-        *("-m", *entry, *MODEL, "--train-iters", str(iterations), "--tensorboard-dir", str(folder / "tensorboard")),
+    """Like :func:`train`, but return the outcome, whose ``stdout`` holds both streams of all ranks."""
+    arguments = [
+        *(*entry[1:], *MODEL, "--train-iters", str(iterations), "--tensorboard-dir", str(folder / "tensorboard")),
         *flags,
     ]
+    return (_launch_with_torchrun if torchrun else _launch_by_fork)(entry[0], arguments, num_ranks)
+
+
+def _launch_with_torchrun(module: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)),
+            *("-m", module, *arguments),
+        ],
+        env=_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=TIMEOUT_S,
     )
+
+
+def _launch_by_fork(module: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
+    global _server
+    if _server is None or _server.poll() is not None:
+        _server = _start_server()
+    assert _server.stdin is not None
+    assert _server.stdout is not None
+    with tempfile.NamedTemporaryFile("r", errors="replace") as output:
+        request = {
+            "module": module,
+            "arguments": arguments,
+            "num_ranks": num_ranks,
+            "environment": _environment(),
+            "output": output.name,
+        }
+        _server.stdin.write(json.dumps(request) + "\n")
+        _server.stdin.flush()
+        if not select.select([_server.stdout], [], [], TIMEOUT_S)[0]:
+            _stop_server(_server)
+            raise AssertionError(f"no end after {TIMEOUT_S} s:\n{output.read()[-6000:]}")
+        answer = _server.stdout.readline()
+        assert answer, f"the server ended:\n{output.read()[-6000:]}"
+        return subprocess.CompletedProcess([module, *arguments], int(answer), output.read())
+
+
+_server: subprocess.Popen[str] | None = None
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def _start_server() -> subprocess.Popen[str]:
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.integrations.megatron._rank_server"],
+        env={**_environment(), "TORCHDYNAMO_DISABLE": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    atexit.register(_stop_server, server)
+    return server
+
+
+def _stop_server(server: subprocess.Popen[str]) -> None:
+    # The whole session: its ranks too.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
 
 
 def differences(run: Run, other: Run, first_iteration: int = 1) -> list[str]:

@@ -26,7 +26,7 @@ def _assert_trains(run: Run, stock: Run) -> None:
 def test_off_identity_and_overlap(tmp_path: Path) -> None:
     iterations = 20
     stock = train(tmp_path / "stock", entry=STOCK, iterations=iterations)
-    off = train(tmp_path / "off", iterations=iterations)
+    off = train(tmp_path / "off", iterations=iterations, torchrun=True)
     assert differences(off, stock) == []
     identity = train(tmp_path / "identity", *IDENTITY, *OVERLAP, iterations=iterations)
     assert differences(identity, stock) == []
@@ -36,7 +36,7 @@ def test_off_identity_and_overlap(tmp_path: Path) -> None:
     loco = train(tmp_path / "loco", *LOCO, iterations=iterations)
     overlapped = train(tmp_path / "overlapped", *LOCO, *OVERLAP, iterations=iterations)
     assert differences(loco, overlapped) == []
-    imported = train(tmp_path / "imported", *LOCO, entry=IMPORT_LINE, iterations=iterations)
+    imported = train(tmp_path / "imported", *LOCO, entry=IMPORT_LINE, iterations=iterations, torchrun=True)
     assert differences(loco, imported) == []
     assert loco.scalars["lm loss"][2] == stock.scalars["lm loss"][2]
     assert loco.scalars["lm loss"][20] != stock.scalars["lm loss"][20]
