@@ -7,7 +7,6 @@ Sources of the defaults: LoCo (arXiv 2407.04480), the authors' public Megatron e
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -157,8 +156,9 @@ class LoCoConfig:
                 allowed = ", ".join(map(str, choices))
                 raise ValueError(f"{flag(f.name)} must be one of {allowed}, got {getattr(self, f.name)!r}")
         inverse = self.fixed_inverse_scale
-        if isinstance(inverse, bool) or not isinstance(inverse, int | float) or not 0 < inverse < math.inf:
-            raise ValueError(f"--loco-fixed-inverse-scale must be a positive number, got {inverse!r}")
+        # Far within fp32, so that a loss scale leaves it there (core.quantize.FIXED_SCALE_RANGE).
+        if isinstance(inverse, bool) or not isinstance(inverse, int | float) or not 1e-20 <= inverse <= 1e20:
+            raise ValueError(f"--loco-fixed-inverse-scale must be a number from 1e-20 to 1e20, got {inverse!r}")
         if not isinstance(self.exact_params, str) or not all(self.exact_patterns or ("none",)):
             raise ValueError(
                 f"--loco-exact-params must be patterns with commas between, or 'none', got {self.exact_params!r}"
@@ -187,6 +187,16 @@ class LoCoConfig:
     def is_identity(self) -> bool:
         """Whether values travel unquantised, so that no error state exists."""
         return self.bits == 32
+
+    @property
+    def keeps_error(self) -> bool:
+        """Whether one step's compression error is added to the gradients of the next."""
+        return not self.is_identity and self.error_bits > 0
+
+    @property
+    def depends_on_unit(self) -> bool:
+        """Whether it matters what the gradients are multiplied by: loss scale, number of tokens."""
+        return self.keeps_error or (not self.is_identity and self.scale_mode == "fixed")
 
 
 def flag(field_name: str) -> str:

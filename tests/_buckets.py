@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_loco.collectives.scratch import ScratchPool
 from megatron_loco.collectives.state import BucketState
 from megatron_loco.config import LoCoConfig
-from megatron_loco.core.quantize import dequantize_blocks, quantize_blocks
 from megatron_loco.core.wire import BucketLayout, ParamSpan, bucket_layout
+from tests._codec import Block, literal_decode, literal_dither, literal_quantize
 
 CPU = torch.device("cpu")
 
@@ -44,22 +45,34 @@ def state_of(
     return BucketState("bucket", layout_of(numel, world_size, spans, config, dtype), config, CPU, ScratchPool(CPU))
 
 
-def literal_dither(step: int, element: int) -> float:
-    """The dither of one element, in Python's whole numbers."""
-    phase = (step * 0xC13FA9A9 + element * 0x91E10DA5) % 2**32
-    return ((phase >> 16) + 0.5) / 2**16
-
-
 class Oracle:
-    """What a rank sends, element by element, computed block by block in the most literal way.
+    """What a rank sends, element by element, computed block by block in the most literal way (``tests/_codec.py``).
 
-    Independent of the wire layout's offsets, packing, views and chunks: only the list of blocks is taken from it.
+    Independent of the wire layout's offsets, packing, views and pieces: only the list of blocks is taken from it.
+
+    Args:
+        layout: Whose blocks; its ``bits`` are the width of the codes.
+        beta: Weight of the old error.
+        first_step: Steps that were made before.
+        error_bits: Width of the stored error.
+        fixed_scale: One scale for all blocks, the value of a code step (fp32); default: a scale per block.
     """
 
-    def __init__(self, layout: BucketLayout, beta: float, first_step: int = 0) -> None:
+    def __init__(
+        self,
+        layout: BucketLayout,
+        beta: float,
+        first_step: int = 0,
+        *,
+        error_bits: int = 8,
+        fixed_scale: float | None = None,
+    ) -> None:
         self.layout = layout
-        self.beta = beta
+        self.beta = np.float32(beta)
+        self.one_minus_beta = np.float32(1 - beta)
         self.step = first_step
+        self.error_bits = error_bits
+        self.fixed_scale = fixed_scale
         self.error = torch.zeros(layout.numel)
 
     def send(self, grad: Tensor, *, reset: bool = False) -> Tensor:
@@ -71,19 +84,23 @@ class Oracle:
             for run in shard.runs:
                 for row, start in enumerate(range(run.start, run.stop, self.layout.block_size), run.first_block):
                     block = slice(start, min(start + self.layout.block_size, run.stop))
-                    sent[block] = self._send_block(grad[block].float(), block, row, reset)
+                    sent[block] = torch.from_numpy(self._send_block(grad[block].float().numpy(), block, row, reset))
         self.step += 1
         return sent
 
-    def _send_block(self, grad: Tensor, block: slice, row: int, reset: bool) -> Tensor:
-        old = self.error[block].clone()
-        compensated = (grad + old)[None]
-        decoded = dequantize_blocks(*quantize_blocks(compensated, self.layout.bits))[0]
+    def _send_block(self, grad: Block, block: slice, row: int, reset: bool) -> Block:
+        old = self.error[block].numpy().copy()
+        with np.errstate(over="ignore", invalid="ignore"):
+            compensated = grad + old if self.error_bits else grad
+        codes, scale = literal_quantize(compensated, self.layout.bits, fixed_scale=self.fixed_scale)
+        decoded = literal_decode(codes, scale)
         if reset:
             self.error[block] = 0
-        elif torch.isfinite(compensated).all():
-            new = old * torch.tensor(self.beta) + (compensated[0] - decoded) * torch.tensor(1 - self.beta)
-            first = row * self.layout.block_size
-            dither = torch.tensor([literal_dither(self.step, first + i) for i in range(new.numel())])
-            self.error[block] = dequantize_blocks(*quantize_blocks(new[None].contiguous(), 8, dither[None]))[0]
+        elif self.error_bits and np.isfinite(scale):
+            new = old * self.beta + (compensated - decoded) * self.one_minus_beta
+            if self.error_bits < 32:
+                first = row * self.layout.block_size
+                dither = np.array([literal_dither(self.step, first + i) for i in range(new.size)], dtype=np.float32)
+                new = literal_decode(*literal_quantize(new, self.error_bits, dither=dither))
+            self.error[block] = torch.from_numpy(new)
         return decoded

@@ -18,7 +18,7 @@ REJECTED: list[tuple[str, Any]] = [
     *(("warmup_steps", value) for value in (-1, 1e1, "10", None, True)),
     *(("error_bits", value) for value in (1, 4, 24, 8.0, "8", None, True)),
     *(("scale_mode", value) for value in ("", "Block", None, 1)),
-    *(("fixed_inverse_scale", value) for value in (0, -1.0, math.nan, math.inf, "98304", None, True)),
+    *(("fixed_inverse_scale", value) for value in (0, -1.0, 1e-21, 1e21, math.nan, math.inf, "98304", None, True)),
     *(("exact_params", value) for value in ("", " ", "1d,", ",1d", "a,,b", None, 1)),
     *(("min_bucket_numel", value) for value in (-1, 1.0, "0", None)),
     *(("ranks_per_node", value) for value in (-1, 8.0, "8", None)),

@@ -140,7 +140,7 @@ def bucket_layout(
         numel: Elements of the bucket, padding included; divisible by ``world_size``.
         world_size: Ranks of the group that reduces the bucket.
         params: Where each parameter lies, without overlap, in any order; what they leave out is padding.
-        bits: Width of a code, 4 or 8; 32 if every parameter is exact.
+        bits: Width of a code: 1, 2, 4 or 8; 32 if every parameter is exact.
         block_size: Elements that share a scale, a multiple of 32.
         exact_itemsize: Bytes of an element that travels unquantised (the dtype of the bucket).
 
@@ -174,6 +174,47 @@ def bucket_layout(
         shards.append(shard)
         first_block += shard.num_blocks
     return BucketLayout(numel, world_size, bits, block_size, exact_itemsize, tuple(shards))
+
+
+def node_spans(
+    numel: int, num_nodes: int, ranks_per_node: int, local_rank: int, params: Iterable[ParamSpan]
+) -> list[ParamSpan]:
+    """Parameters as they lie in the partial sums that one rank of each node holds in a two-level reduction.
+
+    Rank ``k = i * ranks_per_node + j`` of the group is the ``j``-th of node ``i``. Inside each node, the ``j``-th rank
+    sums shard ``i * ranks_per_node + j`` of every node ``i``: ``num_nodes`` shards, put together in node order. They
+    are a bucket of their own, of ``numel / ranks_per_node`` elements over ``num_nodes`` ranks.
+
+    Args:
+        numel: Elements of the whole bucket, padding included.
+        num_nodes: Nodes of the group.
+        ranks_per_node: Ranks of the group on each node.
+        local_rank: ``j``.
+        params: Where each parameter lies in the whole bucket.
+
+    Returns:
+        Spans for :func:`bucket_layout` with ``numel // ranks_per_node`` and ``num_nodes``. A parameter that several of
+        the shards hold a piece of has as many spans.
+
+    Raises:
+        ValueError: ``numel`` is not divisible by the number of ranks, or a parameter leaves the bucket.
+    """
+    if numel % (num_nodes * ranks_per_node):
+        raise ValueError(f"a bucket of {numel} elements cannot be sharded over {num_nodes * ranks_per_node} ranks")
+    shard_numel = numel // (num_nodes * ranks_per_node)
+    params = list(params)
+    outside = next((span for span in params if span.start < 0 or span.stop > numel), None)
+    if outside:
+        raise ValueError(f"parameter at {outside.start}:{outside.stop} leaves a bucket of {numel}")
+    pieces = []
+    for node in range(num_nodes):
+        start = (node * ranks_per_node + local_rank) * shard_numel
+        moved_by = node * shard_numel - start
+        for span in params:
+            piece_start, piece_stop = max(span.start, start), min(span.stop, start + shard_numel)
+            if piece_start < piece_stop:
+                pieces.append(ParamSpan(piece_start + moved_by, piece_stop + moved_by, span.exact))
+    return pieces
 
 
 def _shard_layout(

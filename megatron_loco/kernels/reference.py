@@ -2,10 +2,11 @@
 
 Order of operations, per block (all fp32; :mod:`megatron_loco.core.quantize` has the details):
 
-1. ``e = error_code * error_scale``; ``h = g + e``; positions behind a partial block's end are 0.
-2. ``codes, scale = quantize(h)``; ``d = code * scale``; ``r = h - d``.
-3. ``e' = beta * e + (1 - beta) * r``, stored as ``quantize(e', 8 bits)`` rounded with the dither of step and element;
-   kept if the block has NaN or Inf; zero on a reset step.
+1. ``e = error_code * error_scale`` (32 bits: as stored); ``h = g + e`` (0 bits: ``h = g``); positions behind a partial
+   block's end are 0, and count in no mean, no error and no statistics.
+2. ``codes, scale = quantize(h)`` by the rule for bits and scale mode; ``d = code * scale``; ``r = h - d``.
+3. ``e' = beta * e + (1 - beta) * r``, stored as ``quantize(e', 8 or 16 bits)`` rounded with the dither of step and
+   element (32 bits: as it is); kept if the block has NaN or Inf; zero on a reset step.
 4. Receivers: ``sum = d_0 + d_1 + ...`` in rank order, then ``/ divisor``, then rounded to the bucket's dtype.
 
 Assert bitwise: codes, scales, stored error, exact values, fp32 sums. Statistics may differ in their last bits (order of
@@ -26,7 +27,7 @@ from megatron_loco.core.error_feedback import (
     storage_dither,
     update_error,
 )
-from megatron_loco.core.quantize import dequantize_blocks, pack_codes, quantize_blocks, unpack_codes
+from megatron_loco.core.quantize import dequantize_blocks, pack_codes, quantize_wire, unpack_codes
 from megatron_loco.core.wire import SCALE_BYTES, BlockRun, BucketLayout, ShardLayout
 from megatron_loco.kernels.schema import Statistics
 
@@ -51,6 +52,7 @@ class ReferenceBackend:
         beta: float,
         reset: bool,
         statistics: Tensor,
+        fixed_scale: Tensor | None = None,
     ) -> None:
         """Write payloads and update the error; arguments as in :meth:`Backend.encode`."""
         offsets = layout.send_offsets
@@ -62,7 +64,7 @@ class ReferenceBackend:
             codes, scales = _code_views(payload[None], layout, shard)
             for run in _pieces(shard.runs, layout.block_size):
                 rows = slice(run.first_block - shard.first_block, run.first_block - shard.first_block + run.num_blocks)
-                packed, run_scales = _encode_run(grad, error, layout, run, step, beta, reset, statistics)
+                packed, run_scales = _encode_run(grad, error, layout, run, step, beta, reset, statistics, fixed_scale)
                 codes[0, rows] = packed
                 scales[0, rows] = run_scales
             _zero_gaps(payload, layout, shard)
@@ -114,26 +116,28 @@ def _encode_run(
     beta: float,
     reset: bool,
     statistics: Tensor,
+    fixed_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    numel = run.stop - run.start
     blocks = torch.zeros(run.num_blocks, layout.block_size, dtype=torch.float32, device=grad.device)
-    blocks.view(-1)[: run.stop - run.start] = grad[run.start : run.stop]
+    blocks.view(-1)[:numel] = grad[run.start : run.stop]
     stored = error.rows(run.first_block, run.first_block + run.num_blocks)
     old = load_error(stored)
-    compensated = blocks + old
-    codes, scales = quantize_blocks(compensated, layout.bits)
+    compensated = blocks + old if error.bits else blocks
+    codes, scales = quantize_wire(compensated, layout.bits, numel, fixed_scale)
     finite = torch.isfinite(scales)
     residual = compensated - dequantize_blocks(codes, scales)
+    residual.view(-1)[numel:] = 0  # a sign has no 0
+    measured = [(Statistics.GRAD_SQ, blocks), (Statistics.RESIDUAL_SQ, residual)]
     if reset:
         reset_error(stored)
-        new = torch.zeros_like(old)
-    else:
-        dither = storage_dither(step, run.first_block, run.num_blocks, layout.block_size, grad.device)
+    elif error.bits:
+        dither = None
+        if error.bits != 32:
+            dither = storage_dither(step, run.first_block, run.num_blocks, layout.block_size, grad.device)
         new = update_error(stored, old, residual, finite, beta, dither)
-    for index, values in (
-        (Statistics.GRAD_SQ, blocks),
-        (Statistics.RESIDUAL_SQ, residual),
-        (Statistics.ERROR_SQ, new),
-    ):
+        measured.append((Statistics.ERROR_SQ, new))
+    for index, values in measured:
         # In fp64: the square of a gradient of 1e-23 is 0 in fp32.
         squares = torch.linalg.vector_norm(values, dim=1, dtype=torch.float64).square()
         statistics[index] += torch.where(finite, squares, 0.0).sum()

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_loco.core.error_feedback import ErrorState
+from megatron_loco.core.error_feedback import CODE_DTYPES, ErrorState
 from megatron_loco.core.wire import BucketLayout
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -17,7 +17,10 @@ NUM_STATISTICS = 4
 
 
 class Statistics:
-    """Names of the entries of a statistics tensor (fp64, shape ``[NUM_STATISTICS]``), summed over finite blocks."""
+    """Names of the entries of a statistics tensor (fp64, shape ``[NUM_STATISTICS]``), summed over finite blocks.
+
+    Only elements of the bucket count, not what fills up partial blocks. Without error ``ERROR_SQ`` is 0.
+    """
 
     GRAD_SQ = 0
     RESIDUAL_SQ = 1
@@ -42,12 +45,13 @@ class Backend(Protocol):
         beta: float,
         reset: bool,
         statistics: Tensor,
+        fixed_scale: Tensor | None = None,
     ) -> None:
         """Write the payloads of ``shards`` and update the error of their blocks.
 
         Args:
             grad: The bucket, shape ``[layout.numel]``, contiguous; not written.
-            error: Error state of the whole bucket, updated in place.
+            error: Error state of the whole bucket, updated in place; without error (0 bits), ``h = g``.
             layout: Byte layout.
             shards: Which destinations to encode; a subset lets the caller send early.
             send: uint8, shape ``[layout.send_bytes]``; only the payloads of ``shards`` are written, every byte of them.
@@ -55,6 +59,8 @@ class Backend(Protocol):
             beta: Weight of the old error.
             reset: Whether this step sets the error to zero instead of updating it.
             statistics: fp64 ``[NUM_STATISTICS]``, added to in place.
+            fixed_scale: One scale for all blocks instead of one each (:func:`megatron_loco.core.quantize.fixed_scale`);
+                fp32, shape ``[]``, on the device of ``grad``.
         """
 
     def decode_sum(self, recv: Tensor, layout: BucketLayout, rank: int, output: Tensor, *, divisor: int) -> None:
@@ -75,16 +81,46 @@ def check_encode(grad: Tensor, error: ErrorState, layout: BucketLayout, send: Te
     Raises:
         ValueError: naming the tensor and what it should be.
     """
-    _check("grad", grad, (layout.numel,), GRAD_DTYPES)
+    check_gradient(grad, layout.numel)
     _check("send", send, (layout.send_bytes,), (torch.uint8,))
-    _check("error.codes", error.codes, (layout.num_blocks, layout.block_size), (torch.int8,))
-    _check("error.scales", error.scales, (layout.num_blocks,), (torch.float32,))
+    num_rows = layout.num_blocks if error.bits else 0
+    _check("error.codes", error.codes, (num_rows, layout.block_size), (CODE_DTYPES[error.bits],))
+    _check("error.scales", error.scales, (num_rows if error.bits in (8, 16) else 0,), (torch.float32,))
     if grad.element_size() != layout.exact_itemsize:
         raise ValueError(
             f"grad has {grad.element_size()}-byte elements, the layout was made for {layout.exact_itemsize}"
         )
     if len({grad.device, send.device, error.codes.device, error.scales.device}) != 1:
         raise ValueError(f"grad, send and error must be on one device, got {grad.device} and {error.codes.device}")
+
+
+def check_gradient(grad: Tensor, numel: int) -> None:
+    """Check shape, dtype and contiguity of a bucket's gradients.
+
+    Raises:
+        ValueError: saying what they should be.
+    """
+    _check("grad", grad, (numel,), GRAD_DTYPES)
+
+
+def check_reduction(output: Tensor, grad: Tensor, numel: int, layout: BucketLayout) -> None:
+    """Check what a reduction is called with: the gradients of a bucket and the shard that takes the result.
+
+    Args:
+        output: The shard.
+        grad: The gradients.
+        numel: Elements of the bucket.
+        layout: Byte layout of what is exchanged.
+
+    Raises:
+        ValueError: naming the tensor and what it should be.
+    """
+    check_gradient(grad, numel)
+    if grad.element_size() != layout.exact_itemsize:
+        raise ValueError(
+            f"grad has {grad.element_size()}-byte elements, the layout was made for {layout.exact_itemsize}"
+        )
+    _check("output", output, (layout.numel // layout.world_size,), (grad.dtype,))
 
 
 def check_decode(recv: Tensor, layout: BucketLayout, rank: int, output: Tensor) -> None:

@@ -1,6 +1,7 @@
 """The plain-torch backend against a literal model, and what it may read and write.
 
-``tests/_buckets.py`` has the model: block by block, without offsets, packing, views or pieces.
+``tests/_buckets.py`` has the model: block by block, without offsets, packing, views or pieces. Here with 4 and 8 bits,
+a scale per block and an error of 8 bits; ``test_options.py`` has the other settings.
 """
 
 from __future__ import annotations
@@ -8,15 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_loco.config import LoCoConfig
-from megatron_loco.core.error_feedback import ErrorState, load_error
+from megatron_loco.core.error_feedback import ErrorState
 from megatron_loco.core.quantize import quantize_blocks
 from megatron_loco.core.wire import BucketLayout, ParamSpan
 from megatron_loco.kernels import reference
@@ -24,84 +24,7 @@ from megatron_loco.kernels.reference import ReferenceBackend
 from megatron_loco.kernels.registry import select_backend
 from megatron_loco.kernels.schema import NUM_STATISTICS, Backend, Statistics, check_decode, check_encode
 from tests._buckets import CPU, Oracle, layout_of, spans_of
-
-BACKENDS: list[Callable[[], Backend]] = [ReferenceBackend]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BETA = 0.8
-
-
-@dataclass
-class Bucket:
-    """One rank's side of a bucket."""
-
-    layout: BucketLayout
-    error: ErrorState
-    send: Tensor
-    statistics: Tensor
-    step: int = 0
-
-    @classmethod
-    def fresh(cls, layout: BucketLayout) -> Bucket:
-        return cls(
-            layout,
-            ErrorState.zeros(layout.num_blocks, layout.block_size, CPU),
-            torch.zeros(layout.send_bytes, dtype=torch.uint8),
-            torch.zeros(NUM_STATISTICS, dtype=torch.float64),
-        )
-
-    def encode(
-        self, backend: Backend, grad: Tensor, shards: Sequence[int] | None = None, *, reset: bool = False
-    ) -> Tensor:
-        check_encode(grad, self.error, self.layout, self.send)
-        backend.encode(
-            grad,
-            self.error,
-            self.layout,
-            range(self.layout.world_size) if shards is None else shards,
-            self.send,
-            step=self.step,
-            beta=BETA,
-            reset=reset,
-            statistics=self.statistics,
-        )
-        if shards is None:
-            self.step += 1
-        return self.send
-
-    def payload(self, rank: int) -> Tensor:
-        start = self.layout.send_offsets[rank]
-        return self.send[start : start + self.layout.send_splits[rank]]
-
-
-def exchange(buckets: Sequence[Bucket], rank: int) -> Tensor:
-    """What the all-to-all delivers to ``rank``."""
-    return torch.cat([bucket.payload(rank) for bucket in buckets])
-
-
-def decode(backend: Backend, buckets: Sequence[Bucket], rank: int, dtype: torch.dtype, divisor: int = 1) -> Tensor:
-    layout = buckets[0].layout
-    output = torch.full((layout.numel // layout.world_size,), math.nan, dtype=dtype)
-    recv = exchange(buckets, rank)
-    check_decode(recv, layout, rank, output)
-    backend.decode_sum(recv, layout, rank, output, divisor=divisor)
-    return output
-
-
-def gradients(numel: int, dtype: torch.dtype, seed: int, scale: float = 1.0) -> Tensor:
-    return (torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
-
-
-def stored_error(layout: BucketLayout, error: ErrorState) -> Tensor:
-    """The stored error by element of the bucket; the tails of partial blocks must be 0."""
-    values = load_error(error)
-    flat = torch.zeros(layout.numel)
-    for shard in layout.shards:
-        for run in shard.runs:
-            rows = values[run.first_block : run.first_block + run.num_blocks].view(-1)
-            flat[run.start : run.stop] = rows[: run.stop - run.start]
-            assert not rows[run.stop - run.start :].any()
-    return flat
-
+from tests.kernels._bucket import BACKENDS, BETA, DTYPES, Arena, Bucket, decode, gradients, stored_error
 
 CASES = [
     # (elements, ranks, block size, bits): odd shards, shards smaller than a block, one rank, Megatron's padding.
@@ -140,22 +63,6 @@ def test_equals_the_literal_model(
             assert torch.equal(decode(backend, buckets, rank, dtype), total[shard.start : shard.stop].to(dtype))
             mean = (total[shard.start : shard.stop] / torch.tensor(float(world_size))).to(dtype)
             assert torch.equal(decode(backend, buckets, rank, dtype, divisor=world_size), mean)
-
-
-class Arena:
-    """Memory around a tensor, filled with ``fill`` and checked afterwards."""
-
-    def __init__(self, numel: int, dtype: torch.dtype, fill: float) -> None:
-        margin = 64  # elements: wider than any vector
-        self.memory = torch.full((numel + 2 * margin,), fill, dtype=dtype)
-        self.inside = self.memory[margin : margin + numel]
-        self._outside = torch.ones(numel + 2 * margin, dtype=torch.bool)
-        self._outside[margin : margin + numel] = False
-        self._before = self.memory.view(torch.uint8).clone()
-
-    def untouched(self) -> bool:
-        outside = self._outside.repeat_interleave(self.memory.itemsize)
-        return torch.equal(self.memory.view(torch.uint8)[outside], self._before[outside])
 
 
 @pytest.mark.parametrize("backend_class", BACKENDS)
