@@ -1,4 +1,4 @@
-"""Reduce-scatter whose gradients travel in a few bits: flat all-to-all, fp32 sum at the owner."""
+"""Reduce-scatter whose gradients travel in a few bits: all-to-all, flat or between nodes, and fp32 sum at the owner."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loco.collectives.state import BucketState
+from megatron_loco.collectives.two_level import NodeGroups, reduce_inside_node
 from megatron_loco.collectives.work import Work
-from megatron_loco.kernels.schema import check_decode, check_encode
+from megatron_loco.kernels.schema import check_decode, check_encode, check_reduction
 
 
 @torch.no_grad()
@@ -23,91 +24,115 @@ def reduce_scatter(
     op: Any,
     group: dist.ProcessGroup,
     async_op: bool = False,
+    unit: Tensor | None = None,
     exact: Callable[..., Any] = dist.reduce_scatter_tensor,
+    node_groups: NodeGroups | None = None,
 ) -> Any:
     """Reduce ``input`` over ``group`` and leave this rank's shard in ``output``, as ``dist.reduce_scatter_tensor``
     does.
 
     1. In the warm-up, and in a group of one rank, call ``exact``.
-    2. Encode: add the stored error, quantise, pack one payload per destination, update the error.
-    3. Exchange the payloads by one all-to-all.
-    4. Decode what arrived, sum in fp32 in rank order, divide for an average, round to the dtype of ``output``.
+    2. In a two-level exchange, reduce inside the node exactly; the rest is about its partial sums, between nodes.
+    3. Encode: add the stored error, quantise, pack one payload per destination, update the error.
+    4. Exchange the payloads by one all-to-all.
+    5. Decode what arrived, sum in fp32 in rank order, divide for an average, round to the dtype of ``output``.
 
-    Encoding is done when the call returns, so ``input`` may be overwritten then (``output`` may be a view of it).
+    Encoding is done when the call returns, so ``input`` may be overwritten then (``output`` may be a view of it). On an
+    accelerator that means in the order of the current stream, which so waits for step 2, but not for step 4.
     Must be called in the same order on all ranks of ``group``.
 
     Args:
         output: This rank's shard, shape ``[numel / world_size]``, fp32, bf16 or fp16.
         input: The local gradients, shape ``[numel]``, contiguous, same dtype. Not written, unless ``output`` is a view
-        of it. state: State of this bucket; its error and counters advance by one step.
+            of it.
+        state: State of this bucket; its error and counters advance by one step.
         op: ``dist.ReduceOp.SUM`` or ``AVG``.
-        group: Ranks that hold the other gradients; its size is the layout's.
+        group: Ranks that hold the other gradients; its size is that of the state's exchange.
         async_op: Return at once; the result exists after ``wait()`` of what is returned.
+        unit: What the gradients are multiplied by (loss scale, token count), fp32 of shape ``[]``; default: as in the
+            last reduction.
         exact: Reduce-scatter without compression for the cases of step 1, called as ``exact(output, input, op=, group=,
             async_op=)``.
+        node_groups: Parts of ``group``, for a two-level exchange; a flat one does not use them.
 
     Returns:
         With ``async_op`` a :class:`Work`, else ``None``; in step 1 whatever ``exact`` returns.
 
     Raises:
-        ValueError: ``op``, a shape, a dtype or the size of the group does not fit.
+        ValueError: ``op``, a shape, a dtype or the size of a group does not fit.
     """
-    layout = state.layout
-    if group.size() != layout.world_size:
-        raise ValueError(f"{state.name}: made for {layout.world_size} ranks, called on a group of {group.size()}")
+    exchange, layout = state.exchange, state.layout
+    if group.size() != exchange.world_size:
+        raise ValueError(f"{state.name}: made for {exchange.world_size} ranks, called on a group of {group.size()}")
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         raise ValueError(f"{state.name}: op must be ReduceOp.SUM or ReduceOp.AVG, got {op}")
-    rank = group.rank()
-    bf16_bytes = layout.ring_bytes(torch.bfloat16.itemsize)
-    if state.in_warmup or layout.world_size == 1:
-        state.begin_step()
+    # Also where the stock function reduces: not only when the warm-up is over, hours into a run.
+    check_reduction(output, input, exchange.numel, layout)
+    peers = group
+    if exchange.is_two_level:
+        if node_groups is None or node_groups.sizes != (exchange.inner_size, layout.world_size):
+            raise ValueError(
+                f"{state.name}: needs node_groups of {exchange.inner_size} ranks inside a node and {layout.world_size} "
+                f"between nodes, got {node_groups and node_groups.sizes}"
+            )
+        peers = node_groups.between_nodes
+    rank = peers.rank()
+    bf16_cost = exchange.ring_cost(torch.bfloat16.itemsize)
+    if state.in_warmup or group.size() == 1:
+        state.begin_step(unit)
         state.end_step()
         state.statistics.zero_()
-        state.traffic.add(layout.ring_bytes(input.element_size()), bf16_bytes, compressed=False)
+        state.traffic.add(exchange.ring_cost(input.element_size()), bf16_cost, compressed=False)
         return exact(output, input, op=op, group=group, async_op=async_op)
 
-    send = state.scratch.take(layout.send_bytes)
-    recv = state.scratch.take(layout.recv_bytes(rank))
+    scratch = state.scratch
+    send, recv = scratch.take(layout.send_bytes), scratch.take(layout.recv_bytes(rank))
+    partial_sums = scratch.take(layout.numel * input.element_size()) if exchange.is_two_level else None
     try:
-        check_encode(input, state.error, layout, send)
+        encoded = input if partial_sums is None else partial_sums.view(input.dtype)
+        check_encode(encoded, state.error, layout, send)
         check_decode(recv, layout, rank, output)
-        if output.dtype != input.dtype:
-            raise ValueError(f"output must be {input.dtype} as the gradients are, got {output.dtype}")
-    except ValueError:
-        state.scratch.give_back(send)
-        state.scratch.give_back(recv)
+        if node_groups is not None and exchange.is_two_level:
+            reduce_inside_node(encoded, input, layout.world_size, op=op, group=node_groups.inside_node)
+        state.begin_step(unit)
+        state.statistics.zero_()
+        state.backend.encode(
+            encoded,
+            state.error,
+            layout,
+            range(layout.world_size),
+            send,
+            step=state.step,
+            beta=state.config.beta,
+            reset=state.resets_now,
+            statistics=state.statistics,
+            fixed_scale=state.fixed_scale,
+        )
+        state.end_step()
+        transfer = dist.all_to_all_single(
+            recv,
+            send,
+            output_split_sizes=[layout.shards[rank].payload_bytes] * layout.world_size,
+            input_split_sizes=layout.send_splits,
+            group=peers,
+            async_op=True,
+        )
+    except BaseException:
+        scratch.give_back(send)
+        scratch.give_back(recv)
         raise
-    state.begin_step()
-    state.statistics.zero_()
-    state.backend.encode(
-        input,
-        state.error,
-        layout,
-        range(layout.world_size),
-        send,
-        step=state.step,
-        beta=state.config.beta,
-        reset=state.resets_now,
-        statistics=state.statistics,
-    )
-    state.end_step()
-    state.traffic.add(layout.wire_bytes, bf16_bytes, compressed=True)
-    transfer = dist.all_to_all_single(
-        recv,
-        send,
-        output_split_sizes=[layout.shards[rank].payload_bytes] * layout.world_size,
-        input_split_sizes=layout.send_splits,
-        group=group,
-        async_op=True,
-    )
+    finally:
+        if partial_sums is not None:
+            scratch.give_back(partial_sums)
     assert transfer is not None  # async_op, and this rank belongs to the group
+    state.traffic.add(exchange.cost, bf16_cost, compressed=True)
     divisor = layout.world_size if op == dist.ReduceOp.AVG else 1
 
     @torch.no_grad()
     def finish() -> None:
         state.backend.decode_sum(recv, layout, rank, output, divisor=divisor)
-        state.scratch.give_back(send)
-        state.scratch.give_back(recv)
+        scratch.give_back(send)
+        scratch.give_back(recv)
 
     work = Work(transfer, finish)
     if async_op:

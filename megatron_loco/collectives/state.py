@@ -10,6 +10,8 @@ from torch import Tensor
 from megatron_loco.collectives.scratch import ScratchPool
 from megatron_loco.config import LoCoConfig
 from megatron_loco.core.error_feedback import ErrorState, reset_error
+from megatron_loco.core.exchange import Cost, Exchange, flat_exchange
+from megatron_loco.core.quantize import fixed_scale
 from megatron_loco.core.wire import BucketLayout
 from megatron_loco.kernels.registry import select_backend
 from megatron_loco.kernels.schema import NUM_STATISTICS
@@ -17,29 +19,42 @@ from megatron_loco.kernels.schema import NUM_STATISTICS
 
 @dataclass
 class Traffic:
-    """Bytes that crossed the network for one bucket since the start, per rank and averaged over the group.
+    """What left a rank for one bucket since the start, averaged over the group.
 
-    Derived from layout and group size, hence equal on all ranks of the group.
+    Derived from layout and placement, hence equal on all ranks of the group. Names as in
+    :class:`megatron_loco.core.exchange.Cost`; with ``bf16``, what a ring reduce-scatter in bf16 would have sent.
     """
 
     sent_bytes: float = 0.0
+    inner_bytes: float = 0.0
+    internode_bytes: float = 0.0
+    elements: float = 0.0
     bf16_bytes: float = 0.0
+    bf16_internode_bytes: float = 0.0
     compressed_steps: int = 0
     exact_steps: int = 0
 
-    def add(self, sent_bytes: float, bf16_bytes: float, *, compressed: bool) -> None:
-        """Count one reduction: what it moved, and what a ring reduce-scatter in bf16 would have."""
-        self.sent_bytes += sent_bytes
-        self.bf16_bytes += bf16_bytes
+    def add(self, cost: Cost, bf16: Cost, *, compressed: bool) -> None:
+        """Count one reduction: what it cost, and what a ring reduce-scatter in bf16 would have."""
+        self.add_bytes(cost, bf16)
         self.compressed_steps += compressed
         self.exact_steps += not compressed
+
+    def add_bytes(self, cost: Cost, bf16: Cost) -> None:
+        """Count what was sent, but no step."""
+        self.sent_bytes += cost.sent_bytes
+        self.inner_bytes += cost.inner_bytes
+        self.internode_bytes += cost.internode_bytes
+        self.elements += cost.elements
+        self.bf16_bytes += bf16.sent_bytes
+        self.bf16_internode_bytes += bf16.internode_bytes
 
 
 class BucketState:
     """Layout, error state, step counter, statistics and traffic of one bucket.
 
     A reduction is one step. It counts unless :meth:`discard` takes it back: when an optimizer step is skipped, or when
-    Megatron repeats a step.
+    Megatron repeats a step. :meth:`keep` makes it final.
 
     Args:
         name: Shown in messages.
@@ -47,13 +62,22 @@ class BucketState:
         config: Settings.
         device: Where gradients and error live.
         scratch: Pool that lends the send and receive buffers.
+        exchange: How the whole group reduces the bucket; ``layout`` is one of its layouts. Default: flat, with all
+            ranks on one node.
     """
 
     def __init__(
-        self, name: str, layout: BucketLayout, config: LoCoConfig, device: torch.device, scratch: ScratchPool
+        self,
+        name: str,
+        layout: BucketLayout,
+        config: LoCoConfig,
+        device: torch.device,
+        scratch: ScratchPool,
+        exchange: Exchange | None = None,
     ) -> None:
         self.name = name
         self.layout = layout
+        self.exchange = exchange or flat_exchange(layout)
         self.config = config
         self.scratch = scratch
         self.backend = select_backend(config.backend, device)
@@ -89,6 +113,10 @@ class BucketState:
         """Count the reduction that :meth:`begin_step` announced; its error is stored."""
         self.step += 1
 
+    def keep(self) -> None:
+        """Make the last reduction final, since its gradients have reached the weights: :meth:`discard` does nothing."""
+        self._can_discard = False
+
     def discard(self) -> None:
         """Take the last reduction back, as if it had never happened; a second call does nothing.
 
@@ -105,6 +133,18 @@ class BucketState:
         else:
             reset_error(self.error)
 
+    def resume(self, step: int, unit: float | None = None) -> None:
+        """Continue after ``step`` steps of an earlier run, with the error that the tensors hold now.
+
+        Args:
+            step: Reductions that count so far.
+            unit: The unit of that error; default: unchanged.
+        """
+        self.step = step
+        if unit is not None:
+            self.unit.fill_(unit)
+        self._can_discard = False  # the last reduction is not of this life
+
     @property
     def in_warmup(self) -> bool:
         """Whether the next reduction is still exact."""
@@ -116,8 +156,16 @@ class BucketState:
         interval = self.config.reset_interval
         return interval > 0 and (self.step + 1 - self.config.warmup_steps) % interval == 0
 
+    @property
+    def fixed_scale(self) -> Tensor | None:
+        """With ``scale_mode="fixed"`` the value of one code step, in the unit of the last reduction; else ``None``."""
+        if self.config.scale_mode == "block":
+            return None
+        return fixed_scale(self.unit, self.config.fixed_inverse_scale)
+
     def count_all_reduce(self) -> None:
         """Count a step whose reduction was an exact all-reduce by the caller; error and step stay as they are."""
-        sent_bytes = 2 * self.layout.ring_bytes(self.layout.exact_itemsize)
+        self._can_discard = False  # the reduction before it was another step's
         self.statistics.zero_()
-        self.traffic.add(sent_bytes, self.layout.ring_bytes(torch.bfloat16.itemsize), compressed=False)
+        cost = self.exchange.ring_cost(self.layout.exact_itemsize, passes=2)
+        self.traffic.add(cost, self.exchange.ring_cost(torch.bfloat16.itemsize), compressed=False)

@@ -664,7 +664,7 @@ def _refusals(group: dist.ProcessGroup) -> None:
     refused("grad has 2-byte elements", input=torch.ones(numel, dtype=torch.bfloat16))
     refused("output must have shape", output=torch.ones(numel))
     refused("output must be contiguous", output=torch.ones(128)[::2])
-    refused("output has 2-byte elements", output=empty_output(state, torch.bfloat16))
+    refused("output must be torch.float32", output=empty_output(state, torch.bfloat16))
     # What was refused kept no scratch memory, and the next call is right.
     assert state.scratch.num_allocations <= 2
     grads = [gradient(r, 0, numel) for r in range(group.size())]
