@@ -304,6 +304,7 @@ def scripts(machine: Machine) -> Machine:
     return machine
 
 
+@pytest.mark.kind(32)
 def test_pretrain_passes_arguments_unharmed(scripts: Machine) -> None:
     done = scripts.run("pretrain_gpt.sh", "a config.yaml", "run.output_dir=/tmp/a b", "x=*", PYTHONPATH="/theirs")
     assert done.returncode == 0
@@ -317,6 +318,7 @@ def test_pretrain_without_arguments_shows_its_usage(scripts: Machine) -> None:
     assert done.stderr.startswith("usage:")
 
 
+@pytest.mark.kind(32)
 def test_pretrain_stops_when_the_bootstrap_fails(scripts: Machine) -> None:
     (scripts.checkout / "scripts" / "bootstrap.sh").write_text("exit 1\n")
     done = scripts.run("pretrain_gpt.sh", "config.yaml")
@@ -332,12 +334,14 @@ def test_run_tests_fails_with_any_check_and_ends_with_pytest(scripts: Machine, f
     assert done.stdout.splitlines()[-1] == "-m pytest -k two words"
 
 
+@pytest.mark.kind(32)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_script_is_executable_and_parses(script: Path) -> None:
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
+@pytest.mark.kind(32)
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck() -> None:
     subprocess.run(["shellcheck", *map(str, SCRIPTS)], check=True)

@@ -64,6 +64,7 @@ def test_imports_go_one_way() -> None:
     assert not wrong
 
 
+@pytest.mark.kind(26)
 @pytest.mark.parametrize("module", ["megatron_loco", "megatron_loco.collectives.reduce_scatter", "megatron_loco.cpu"])
 def test_imports_without_triton_and_megatron_and_patches_nothing(module: str) -> None:
     # None in sys.modules makes an import of that name fail, as if it were not installed.

@@ -82,7 +82,10 @@ def _launch(config_file: str, words: Sequence[str], *, dry_run: bool) -> int:
         _record(Path(run.output_dir), resolved.as_yaml(comment=comment), command, changed)
     status = torchrun.run(command, environment)
     if status == 0 and rendezvous.node_rank == 0:
-        report.print_summary(Path(run.output_dir), prepared.entropy_nats if prepared is not None else None)
+        try:
+            report.print_summary(Path(run.output_dir), prepared.entropy_nats if prepared is not None else None)
+        except ValueError as error:  # the run is complete all the same: it may log elsewhere, or nothing
+            print(f"note: no summary: {error}", file=sys.stderr)
     return status
 
 

@@ -10,6 +10,9 @@ from megatron_loco.launch.yaml_file import parse_value
 
 COMMAND_LINE = "command line"
 
+DEFAULT_FOLDERS = {"tensorboard-dir": "tensorboard", "save": "checkpoints"}
+"""Megatron's settings that the launcher sets to a folder in ``run.output_dir``."""
+
 
 def apply(document: Document, words: Iterable[str]) -> Document:
     """Return the document with the overrides in it.
@@ -17,6 +20,9 @@ def apply(document: Document, words: Iterable[str]) -> Document:
     A Megatron flag is unique, so its section is optional and it replaces the value wherever the file has it; one that
     the file does not have is added to the named section, or to ``training``. Of two overrides of one key the later
     wins.
+
+    A new ``run.name`` or ``run.output_dir`` takes along what the file derives from the old one, as ``resolved.yaml``
+    does: a run that is repeated under another name must not write into the folders of the first.
 
     Args:
         document: The file.
@@ -43,4 +49,23 @@ def apply(document: Document, words: Iterable[str]) -> Document:
             section = next((s for s in MEGATRON_SECTIONS if name in result.get(s, {})), section)
         value = parse_value(content, f"{COMMAND_LINE}: {key}")
         result.setdefault(section, {})[name] = Setting(value, COMMAND_LINE)
+    _follow(document, result)
     return result
+
+
+def _follow(document: Document, result: Document) -> None:
+    # Removes what is the launcher's default for the old name or folder, so that the new default takes its place.
+    run, new_run = document.get("run", {}), result.get("run", {})
+    if "output_dir" not in run:
+        return
+    folder = run["output_dir"]
+    renamed = "name" in run and new_run["name"].value != run["name"].value
+    if renamed and new_run["output_dir"] == folder and folder.value == f"runs/{run['name'].value}":
+        del new_run["output_dir"]
+    if "output_dir" in new_run and new_run["output_dir"].value == folder.value:
+        return
+    for section in MEGATRON_SECTIONS:
+        for key, subfolder in DEFAULT_FOLDERS.items():
+            default = Setting(f"{folder.value}/{subfolder}", document.get(section, {}).get(key, folder).where)
+            if result.get(section, {}).get(key) == default:
+                del result[section][key]

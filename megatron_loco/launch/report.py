@@ -41,8 +41,12 @@ class Run:
         """Read ``<output_dir>/tensorboard``.
 
         Raises:
-            ValueError: there is nothing in it.
+            ValueError: there is no such folder, or nothing in it.
         """
+        if not (output_dir / "tensorboard").is_dir():
+            raise ValueError(
+                f"{output_dir / 'tensorboard'} does not exist; is {output_dir} the output directory of a run?"
+            )
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         logging.getLogger("tensorboard").setLevel(logging.WARNING)  # it reports each file that it has read to the end
@@ -70,6 +74,9 @@ def print_summary(output_dir: Path, unigram_entropy: float | None = None) -> Non
         output_dir: The run's directory.
         unigram_entropy: Entropy of single tokens of the corpus in nats, the loss of a model that knows only how often
             each token occurs.
+
+    Raises:
+        ValueError: the run logged nothing there.
     """
     run = Run.read(output_dir)
     table = Table(title=f"{run.name}: what was logged", title_justify="left")

@@ -11,6 +11,7 @@ from megatron_loco.config import LoCoConfig
 from megatron_loco.launch import loco_section, yaml_file
 from megatron_loco.launch.corpus import CORPORA, PreparedCorpus
 from megatron_loco.launch.megatron_flags import MegatronFlags
+from megatron_loco.launch.overrides import DEFAULT_FOLDERS
 from megatron_loco.launch.run_config import RunConfig
 from megatron_loco.launch.sections import MEGATRON_SECTIONS, nearest
 from megatron_loco.launch.values import Document, Setting, Value, describe, located
@@ -122,8 +123,8 @@ def resolve(document: Document, own: OwnSections, flags: MegatronFlags, corpus: 
 
 def _add_defaults(megatron: Document, run: RunConfig) -> None:
     defaults: list[tuple[str, str, Value]] = [
-        ("logging", "tensorboard-dir", f"{run.output_dir}/tensorboard"),
-        ("checkpoint", "save", f"{run.output_dir}/checkpoints"),
+        ("logging", "tensorboard-dir", f"{run.output_dir}/{DEFAULT_FOLDERS['tensorboard-dir']}"),
+        ("checkpoint", "save", f"{run.output_dir}/{DEFAULT_FOLDERS['save']}"),
     ]
     train_iters = _find(megatron, "train-iters")
     save = _find(megatron, "save")

@@ -146,6 +146,7 @@ def _all_against_model(group: dist.ProcessGroup, cases: list[tuple[Any, ...]]) -
         _against_model(group, numel, config, dtype, AVG if average else SUM)
 
 
+@pytest.mark.kind(17)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_equals_the_model_bitwise(ranks: RankPool, world_size: int) -> None:
     sizes = [n * world_size for n in (1, 2, 127, 1021)] + [-(-n // world_size) * world_size for n in (384, 4224)]
@@ -172,6 +173,7 @@ def _odd_buckets(group: dist.ProcessGroup) -> None:
             assert torch.equal(output, model.shard(model.step(grads), group.rank()))
 
 
+@pytest.mark.kind(17, 31)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_that_own_padding_alone(ranks: RankPool, world_size: int) -> None:
     ranks.run(_odd_buckets, world_size)
@@ -198,6 +200,7 @@ def _sum_or_mean(group: dist.ProcessGroup) -> None:
         assert ((output - value).abs() <= tolerance).all()
 
 
+@pytest.mark.kind(35)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_sum_is_a_sum_and_mean_is_a_mean(ranks: RankPool, world_size: int) -> None:
     ranks.run(_sum_or_mean, world_size)
@@ -366,6 +369,7 @@ def _nonfinite(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
             assert state.statistics[3] == expected_blocks
 
 
+@pytest.mark.kind(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_nonfinite_value_reaches_its_owner_and_nobody_else(
@@ -385,6 +389,7 @@ def _nonfinite_everywhere(group: dist.ProcessGroup) -> None:
     assert ((output - group.size()).abs() <= 8 * 2**-24 * group.size()).all()
 
 
+@pytest.mark.kind(1)
 def test_step_after_all_were_inf_is_right(ranks: RankPool) -> None:
     ranks.run(_nonfinite_everywhere, 3)
 
@@ -417,6 +422,7 @@ def _handle(group: dist.ProcessGroup) -> None:
         assert output.isnan().all()
 
 
+@pytest.mark.kind(15)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_result_is_there_after_wait_and_not_before(ranks: RankPool, world_size: int) -> None:
     ranks.run(_handle, world_size)
@@ -436,6 +442,7 @@ def _late_rank(group: dist.ProcessGroup) -> None:
         assert torch.equal(output, model.shard(model.step(grads, AVG), group.rank()))
 
 
+@pytest.mark.kind(15)
 def test_wait_waits_for_a_late_rank(ranks: RankPool) -> None:
     ranks.run(_late_rank, 3)
 
@@ -467,6 +474,7 @@ def _many_in_flight(group: dist.ProcessGroup) -> None:
     assert scratch.allocated_bytes <= 6 * largest
 
 
+@pytest.mark.kind(15)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_several_buckets_in_flight_in_any_order_of_waiting(ranks: RankPool, world_size: int) -> None:
     ranks.run(_many_in_flight, world_size)
@@ -560,6 +568,7 @@ def _traffic(group: dist.ProcessGroup) -> tuple[float, float, int, int]:
     return traffic.sent_bytes, traffic.bf16_bytes, traffic.compressed_steps, traffic.exact_steps
 
 
+@pytest.mark.kind(40)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_traffic_is_what_was_given_to_the_all_to_all(ranks: RankPool, world_size: int) -> None:
     counters = ranks.run(_traffic, world_size)
@@ -605,6 +614,7 @@ def _trace(group: dist.ProcessGroup, sleep_seed: int | None) -> list[Tensor]:
     return trace
 
 
+@pytest.mark.kind(36)
 def test_arrival_order_changes_no_bit(ranks: RankPool) -> None:
     quiet = ranks.run(_trace, 3, None)
     for seed in (1, 2):
@@ -673,6 +683,7 @@ def _refusals(group: dist.ProcessGroup) -> None:
     assert torch.equal(output, model.shard(model.step(grads), group.rank()))
 
 
+@pytest.mark.kind(39)
 def test_what_does_not_fit_is_refused_before_anything_changes(ranks: RankPool) -> None:
     ranks.run(_refusals, 2)
 
@@ -686,6 +697,7 @@ def _op_refused_in_warmup(group: dist.ProcessGroup) -> None:
         assert state.step == 0
 
 
+@pytest.mark.kind(35)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_other_operations_are_refused_from_the_first_step(ranks: RankPool, world_size: int) -> None:
     ranks.run(_op_refused_in_warmup, world_size)
@@ -700,5 +712,6 @@ def _dtypes_that_differ(group: dist.ProcessGroup) -> None:
         )
 
 
+@pytest.mark.kind(25)
 def test_output_of_another_dtype_than_the_input_is_refused(ranks: RankPool) -> None:
     ranks.run(_dtypes_that_differ, 2)

@@ -149,6 +149,7 @@ def _against_model(group: dist.ProcessGroup, ranks_per_node: int, cases: list[tu
             assert not output[~is_param[rank * shard_numel : (rank + 1) * shard_numel]].any()
 
 
+@pytest.mark.kind(17)
 def test_equals_the_model_bitwise(ranks: RankPool) -> None:
     variants = itertools.cycle(itertools.product((32, 128), (4, 8), DTYPES, (SUM, AVG)))
     # 24 variants in steps of 5, which has no factor in common with 24.
@@ -211,6 +212,7 @@ def _nonfinite(group: dist.ProcessGroup) -> None:
             assert state.statistics[3] == int(quantised and rank == encoder)
 
 
+@pytest.mark.kind(3)
 def test_nonfinite_value_reaches_its_owner_and_nobody_else(ranks: RankPool) -> None:
     ranks.run(_nonfinite, 4)
 
@@ -280,6 +282,7 @@ def _handle(group: dist.ProcessGroup) -> None:
     assert scratch.allocated_bytes <= 4 * largest + 4 * numel // 2
 
 
+@pytest.mark.kind(15)
 def test_several_in_flight_with_the_input_overwritten(ranks: RankPool) -> None:
     ranks.run(_handle, 4)
 
@@ -310,6 +313,7 @@ def _shard_of_the_input(group: dist.ProcessGroup) -> None:
         assert torch.equal(given, grads[rank])  # nothing else was written
 
 
+@pytest.mark.kind(15)
 def test_output_in_the_input_inside_a_coalescing_block(ranks: RankPool) -> None:
     ranks.run(_shard_of_the_input, 4)
 
@@ -338,6 +342,7 @@ def _discard(group: dist.ProcessGroup) -> None:
         assert state.traffic.compressed_steps == 4  # bytes were sent, and stay counted
 
 
+@pytest.mark.kind(1, 4)
 def test_a_discarded_step_never_happened(ranks: RankPool) -> None:
     ranks.run(_discard, 4)
 
@@ -398,6 +403,7 @@ def _traffic(group: dist.ProcessGroup) -> list[tuple[float, ...]]:
     return results
 
 
+@pytest.mark.kind(40)
 def test_traffic_is_what_was_given_to_the_all_to_all(ranks: RankPool) -> None:
     counted = ranks.run(_traffic, 4)
     assert counted == [counted[0]] * 4  # equal on all ranks

@@ -26,6 +26,7 @@ class Transfer:
         return self.done
 
 
+@pytest.mark.kind(13, 15)
 def test_finishes_once_after_the_transfer() -> None:
     events: list[str] = []
     work = Work(Transfer(events), lambda: events.append("finish"))
@@ -36,6 +37,7 @@ def test_finishes_once_after_the_transfer() -> None:
     assert events == ["transfer", "finish"]
 
 
+@pytest.mark.kind(15)
 def test_completion_follows_the_transfer() -> None:
     transfer = Transfer([])
     work = Work(transfer, lambda: None)
@@ -53,6 +55,7 @@ def test_asking_does_not_wait() -> None:
     assert events == []
 
 
+@pytest.mark.kind(15)
 def test_failed_transfer_leaves_no_result() -> None:
     events: list[str] = []
     transfer = Transfer(events)

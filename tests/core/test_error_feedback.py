@@ -219,6 +219,7 @@ CONSTANT_RUNS = [(4, 8, 2000, beta) for beta in BETAS] + [
 ]
 
 
+@pytest.mark.kind(19)
 @pytest.mark.parametrize(("bits", "error_bits", "steps", "beta"), CONSTANT_RUNS)
 def test_constant_tiny_gradient_arrives(bits: int, error_bits: int, steps: int, beta: float) -> None:
     grad = CONSTANT_GRADS
@@ -311,6 +312,7 @@ def test_gradients_that_are_always_zero(bits: int, error_bits: int) -> None:
     assert (moved.abs() <= (scales * (1 + 1e-4) + 2 * walk) / (1 - beta))[dead].all()
 
 
+@pytest.mark.kind(1)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("beta", BETAS)
 def test_nonfinite_block_keeps_the_stored_error(value: float, beta: float) -> None:
@@ -338,6 +340,7 @@ def test_nonfinite_block_keeps_the_stored_error(value: float, beta: float) -> No
     assert torch.isfinite(after.sent).all()
 
 
+@pytest.mark.kind(1)
 def test_overflow_of_gradient_plus_error_is_a_nonfinite_block() -> None:
     # Neither is Inf, their sum is. The stored codes do not use the whole width, so that storing anew would change them.
     error = ErrorState.zeros(1, 32, CPU)
@@ -362,6 +365,7 @@ def test_largest_finite_gradients_leave_a_finite_error(beta: float) -> None:
         assert torch.isfinite(error.scales).all()
 
 
+@pytest.mark.kind(29, 38)
 def test_zero_gradients_leave_zero_error() -> None:
     error = ErrorState.zeros(2, 32, CPU)
     for step in run(error, constant(torch.zeros(2, 32), 5), 0.8):

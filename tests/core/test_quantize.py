@@ -166,6 +166,7 @@ def test_error_is_at_most_half_a_step(bits: int) -> None:
     assert ((blocks.double() - decoded.double()).abs() <= bound[:, None]).all()
 
 
+@pytest.mark.kind(19)
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_relative_error_does_not_depend_on_the_magnitude(bits: int) -> None:
     base = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
@@ -185,6 +186,7 @@ def test_relative_error_does_not_depend_on_the_magnitude(bits: int) -> None:
         assert abs(error - base_error) <= max_code(bits) * 2**-22 * base_error
 
 
+@pytest.mark.kind(38)
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_zero_blocks_are_exactly_zero_without_a_warning(bits: int) -> None:
     blocks = torch.randn(4, 64, generator=torch.Generator().manual_seed(2))
@@ -201,6 +203,7 @@ def test_zero_blocks_are_exactly_zero_without_a_warning(bits: int) -> None:
     assert decoded[[1, 3]].abs().amax() > 0
 
 
+@pytest.mark.kind(38)
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_single_element_among_zeros_survives(bits: int) -> None:
     for position in (0, 1, 31, 63):
@@ -213,6 +216,7 @@ def test_single_element_among_zeros_survives(bits: int) -> None:
         assert not decoded.any()
 
 
+@pytest.mark.kind(3)
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("value", NONFINITE)
 @pytest.mark.parametrize("position", [0, 17, 63])
@@ -229,6 +233,7 @@ def test_nonfinite_value_marks_its_block_alone(bits: int, value: float, position
     assert torch.equal(scales[others], clean_scales[others])
 
 
+@pytest.mark.kind(3)
 @pytest.mark.parametrize("payload", [0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1, -0x400000, -0x7FFFFF])
 def test_every_kind_of_nan_is_found(payload: int) -> None:
     # Quiet and signalling, either sign: -1 is 0xFFFFFFFF, -0x400000 is 0xFFC00000, -0x7FFFFF is 0xFF800001.

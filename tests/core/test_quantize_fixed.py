@@ -77,6 +77,7 @@ def test_quotients_beyond_fp32_are_cut_off_too(bits: int) -> None:
         assert torch.isfinite(blocks - dequantize_blocks(codes, scales)).all()
 
 
+@pytest.mark.kind(3)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("value", NONFINITE)
 def test_nonfinite_value_marks_its_block_alone(bits: int, value: float) -> None:
@@ -87,6 +88,7 @@ def test_nonfinite_value_marks_its_block_alone(bits: int, value: float) -> None:
     assert (codes[1] == (1 if bits == 1 else 0)).all()
 
 
+@pytest.mark.kind(38)
 @pytest.mark.parametrize("bits", BITS)
 def test_zero_blocks_are_exactly_zero(bits: int) -> None:
     blocks = torch.zeros(3, 32)

@@ -73,6 +73,7 @@ def test_zero_counts_as_positive() -> None:
     assert torch.equal(unpack_codes(pack_codes(codes, 1), 1), codes)
 
 
+@pytest.mark.kind(19)
 def test_relative_error_does_not_depend_on_the_magnitude() -> None:
     base = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     base_codes, base_scales = signs(base)
@@ -91,6 +92,7 @@ def test_relative_error_does_not_depend_on_the_magnitude() -> None:
         assert abs(error - base_error) <= 2**-18
 
 
+@pytest.mark.kind(38)
 def test_zero_blocks_are_exactly_zero_without_a_warning() -> None:
     below = float(np.nextafter(np.float32(MIN_AMAX), np.float32(0)))
     blocks = torch.zeros(5, 64)
@@ -107,6 +109,7 @@ def test_zero_blocks_are_exactly_zero_without_a_warning() -> None:
     assert scales[4] == MIN_AMAX / 64
 
 
+@pytest.mark.kind(3)
 @pytest.mark.parametrize("value", NONFINITE)
 @pytest.mark.parametrize("position", [0, 17, 63])
 def test_nonfinite_value_marks_its_block_alone(value: float, position: int) -> None:

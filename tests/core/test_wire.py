@@ -139,6 +139,7 @@ def check(layout: BucketLayout, spans: Sequence[ParamSpan]) -> None:
     assert layout.wire_bytes == pytest.approx(sum(sent) / world_size, rel=1e-12)
 
 
+@pytest.mark.kind(17)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_element_has_exactly_one_place(world_size: int, block_size: int) -> None:
@@ -204,6 +205,7 @@ def test_sizes_literally() -> None:
     assert alone.ring_bytes(2) == 0
 
 
+@pytest.mark.kind(17)
 def test_shard_of_padding_alone_has_an_empty_payload() -> None:
     layout = bucket_layout(384, 3, [ParamSpan(0, 128, False)], bits=4, block_size=32, exact_itemsize=4)
     assert layout.send_splits[1:] == [0, 0]
@@ -221,6 +223,7 @@ def test_identity_codec_has_exact_values_alone() -> None:
     assert [shard.exact_offset for shard in layout.shards] == [0, 0, 0]
 
 
+@pytest.mark.kind(17)
 @pytest.mark.parametrize(
     ("numel", "world_size", "spans"),
     [

@@ -108,6 +108,7 @@ def test_error_of_a_step_is_bounded(
         assert ((sent - compensated).abs() <= bound + torch.maximum(7 * 2**-24 * limit * scale, 2**-18 * amax)).all()
 
 
+@pytest.mark.kind(31)
 @each_backend
 @each_option
 @pytest.mark.parametrize("numel", [1, 3 * 32 + 7])
@@ -148,6 +149,7 @@ def test_nothing_outside_is_read_or_written(
         assert torch.equal(with_nan, with_zeros)
 
 
+@pytest.mark.kind(1, 3)
 @each_backend
 @each_option
 def test_nonfinite_block_alone_is_lost_and_keeps_its_error(
@@ -211,6 +213,7 @@ def test_statistics_are_of_the_elements_of_the_bucket(
     assert bucket.statistics[Statistics.NONFINITE_BLOCKS] == 0
 
 
+@pytest.mark.kind(19)
 @each_backend
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("error_bits", ERROR_BITS)

@@ -65,6 +65,7 @@ def test_equals_the_literal_model(
             assert torch.equal(decode(backend, buckets, rank, dtype, divisor=world_size), mean)
 
 
+@pytest.mark.kind(31)
 @pytest.mark.parametrize("backend_class", BACKENDS)
 @pytest.mark.parametrize("numel", [1, 31, 33, 3 * 32 + 7, 1021])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,6 +116,7 @@ def test_nothing_outside_is_read_or_written(
         assert torch.equal(with_nan, with_zeros)
 
 
+@pytest.mark.kind(31)
 @pytest.mark.parametrize("backend_class", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_byte_of_the_payload_is_written(backend_class: Callable[[], Backend], dtype: torch.dtype) -> None:
@@ -193,6 +195,7 @@ def test_more_elements_than_a_piece(backend_class: Callable[[], Backend]) -> Non
     assert torch.equal(decode(backend, [bucket], 0, torch.float32), decoded)
 
 
+@pytest.mark.kind(1, 3)
 @pytest.mark.parametrize("backend_class", BACKENDS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -260,6 +263,7 @@ def test_statistics_are_the_sums_they_say(backend_class: Callable[[], Backend], 
     assert bucket.statistics[Statistics.NONFINITE_BLOCKS] == 0
 
 
+@pytest.mark.kind(38)
 @pytest.mark.parametrize("backend_class", BACKENDS)
 def test_all_zero_gradients_send_zeros(backend_class: Callable[[], Backend]) -> None:
     backend = backend_class()
@@ -353,6 +357,7 @@ BREAKAGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.kind(39)
 @pytest.mark.parametrize("breakage", BREAKAGES)
 @pytest.mark.parametrize("name", ["grad", "send", "error.codes", "error.scales"])
 def test_encode_check_names_the_tensor(name: str, breakage: str) -> None:
@@ -365,6 +370,7 @@ def test_encode_check_names_the_tensor(name: str, breakage: str) -> None:
         check_encode(tensors["grad"], error, layout, tensors["send"])
 
 
+@pytest.mark.kind(39)
 @pytest.mark.parametrize("breakage", BREAKAGES)
 @pytest.mark.parametrize("name", ["recv", "output"])
 def test_decode_check_names_the_tensor(name: str, breakage: str) -> None:

@@ -109,9 +109,15 @@ def test_a_run(
     assert recorded[-len(words) :] == words
 
     resolved = str(folder / "resolved.yaml")
-    assert __main__.main([resolved, "run.output_dir=again"]) == 0
+    assert __main__.main([resolved]) == 0
     assert started[1][0] == words
     assert yaml_file.load(resolved)["run"]["name"].value == "my run"
+
+    # Elsewhere: the same but for the folder, and nothing is written into that of the first run.
+    for word, other in (("run.output_dir=again", "again"), ("run.name=b", "runs/b")):
+        assert __main__.main([resolved, word]) == 0
+        assert started[-1][0] == [f"{other}/tensorboard" if w == "runs/my run/tensorboard" else w for w in words]
+        assert Path(other, "resolved.yaml").is_file()
 
 
 @pytest.mark.parametrize("how", ["option", "variable"])
@@ -137,6 +143,7 @@ def test_dry_run_writes_nothing(
     assert started == []
 
 
+@pytest.mark.kind(32, 34)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -165,6 +172,16 @@ def test_status_of_torchrun_is_the_status_and_a_failed_run_has_no_summary(
     monkeypatch.setattr(torchrun, "run", lambda words, environment: 17)
     assert __main__.main([config(SMALL)]) == 17
     assert summaries == []
+
+
+def test_a_complete_run_without_a_log_of_its_own_is_no_failure(
+    config: Config, started: Started, tiny_library: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert __main__.main([config(SMALL), "tensorboard-dir=elsewhere"]) == 0
+    assert "note: no summary: runs/small/tensorboard does not exist" in capsys.readouterr().err
+    Path("runs/small/tensorboard").mkdir()
+    assert __main__.main([config(SMALL)]) == 0
+    assert "note: no summary: runs/small/tensorboard holds no scalars" in capsys.readouterr().err
 
 
 def test_only_the_first_node_writes(

@@ -23,6 +23,7 @@ def document(config: Callable[[str], str]) -> Document:
     return yaml_file.load(config(FILE))
 
 
+@pytest.mark.kind(34)
 @pytest.mark.parametrize("key", ["train-iters", "train_iters", "training.train-iters", "model.train_iters"])
 def test_a_flag_is_replaced_where_the_file_has_it(document: Document, key: str) -> None:
     result = overrides.apply(document, [f"{key}=20"])
@@ -47,6 +48,46 @@ def test_the_later_of_two_wins(document: Document) -> None:
     assert overrides.apply(document, ["lr=1", "training.lr=2"])["training"]["lr"].value == 2
 
 
+RESOLVED = """
+run: {name: first, output_dir: runs/first}
+logging: {tensorboard-dir: runs/first/tensorboard}
+checkpoint: {save: runs/first/checkpoints, load: runs/first/checkpoints}
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "output_dir", "tensorboard", "save"),
+    [
+        ([], "runs/first", "runs/first/tensorboard", "runs/first/checkpoints"),
+        (["run.output_dir=other"], "other", None, None),
+        (["run.name=second"], None, None, None),
+        (["run.name=first"], "runs/first", "runs/first/tensorboard", "runs/first/checkpoints"),
+        (["run.name=second", "run.output_dir=other"], "other", None, None),
+        (["run.output_dir=other", "save=mine"], "other", None, "mine"),
+        (["run.output_dir=other", "save=runs/first/checkpoints"], "other", None, "runs/first/checkpoints"),
+        (["run.output_dir=null"], None, None, None),
+    ],
+)
+def test_folders_follow_the_name(
+    config: Callable[[str], str],
+    words: list[str],
+    output_dir: str | None,
+    tensorboard: str | None,
+    save: str | None,
+) -> None:
+    # None: not in the document any more (or null), the launcher's default.
+    result = overrides.apply(yaml_file.load(config(RESOLVED)), words)
+
+    def value(section: str, key: str) -> object:
+        return result[section][key].value if key in result[section] else None
+
+    assert value("run", "output_dir") == output_dir
+    assert value("logging", "tensorboard-dir") == tensorboard
+    assert value("checkpoint", "save") == save
+    assert value("checkpoint", "load") == "runs/first/checkpoints"
+
+
+@pytest.mark.kind(34)
 @pytest.mark.parametrize(
     ("word", "message"),
     [

@@ -42,6 +42,7 @@ def test_values(config: Config) -> None:
     assert own.loco == loco_config.LoCoConfig(bits=8, block_size=64, beta=0)
 
 
+@pytest.mark.kind(34)
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -87,6 +87,7 @@ def test_what_contradicts_the_corpus(config: Config, flags: MegatronFlags, line:
     assert str(error.value).startswith(f"{path}:4: {message}")
 
 
+@pytest.mark.kind(34)
 @pytest.mark.parametrize("corpus", [None, CORPUS])
 @pytest.mark.parametrize("words", [(), ("loco.bits=off", "run.name=3 x", "save=null", "env.A='1'", "data.seed=1")])
 def test_the_resolved_file_gives_the_same_run(
@@ -100,6 +101,7 @@ def test_the_resolved_file_gives_the_same_run(
     assert second.sections == first.sections
 
 
+@pytest.mark.kind(25)
 def test_quickstart_passes_megatrons_validation(flags: MegatronFlags) -> None:
     result = resolved(QUICKSTART, flags, corpus=CORPUS)
     validate(result.megatron_argv, loco=None, device="cpu", world_size=2, environment=os.environ)

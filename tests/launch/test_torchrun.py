@@ -27,6 +27,7 @@ def test_command_on_one_node() -> None:
     ]
 
 
+@pytest.mark.kind(32)
 def test_command_on_two_nodes_with_a_script() -> None:
     rendezvous = Rendezvous.from_environment(2, CLUSTER)
     words = torchrun.command(
@@ -43,6 +44,7 @@ def test_one_node_needs_nothing_and_ignores_the_cluster() -> None:
     assert Rendezvous.from_environment(1, CLUSTER) == Rendezvous(1, 0, None, None)
 
 
+@pytest.mark.kind(32)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -42,6 +42,7 @@ SCALARS: list[tuple[str, Value]] = [
 ]
 
 
+@pytest.mark.kind(34)
 @pytest.mark.parametrize(("text", "value"), SCALARS)
 def test_scalars_in_a_file(config: Config, text: str, value: Value) -> None:
     loaded = yaml_file.load(config(f"env:\n  KEY: {text}\n"))["env"]["KEY"].value
@@ -98,6 +99,7 @@ BAD_FILES = [
 ]
 
 
+@pytest.mark.kind(34)
 @pytest.mark.parametrize(("content", "message"), BAD_FILES)
 def test_bad_files_are_told_in_one_sentence(config: Config, content: str, message: str) -> None:
     path = config(content)
@@ -117,6 +119,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         yaml_file.load(tmp_path / "latin.yaml")
 
 
+@pytest.mark.kind(34)
 def test_what_is_written_loads_to_the_same_values(config: Config) -> None:
     texts = ["on", "no", "null", "~", "3", "010", "1e-4", "true", "", " x ", "a: b", "a #b", "# a", "2024-01-01", "ü"]
     texts += ["- a", "[a]", "{a}", "*a", "!a", "'", '"', "a\nb", "a\tb", "x" * 300 + " y", "%", "@x", "a:", "\u2028"]

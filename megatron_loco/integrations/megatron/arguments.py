@@ -9,27 +9,26 @@ from typing import Any
 
 from megatron_loco.config import OFF, LoCoConfig, fields, flag
 
+_OPTIMIZERS = ("adam", "sgd")
+
 _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "--use-distributed-optimizer",
-        lambda a: not a.use_distributed_optimizer,
+        # Megatron's validation turns it off for layer-wise optimizers; their own row says so.
+        lambda a: not a.use_distributed_optimizer and a.optimizer in _OPTIMIZERS,
         "LoCo compresses the distributed optimizer's reduce-scatter; add --use-distributed-optimizer",
     ),
-    ("--fp16", lambda a: a.fp16, "the error state does not follow a dynamic loss scale yet; use --bf16"),
     (
         "--use-megatron-fsdp",
         lambda a: a.use_megatron_fsdp,
-        "LoCo does not reach its gradient reduction; remove the flag and use --use-distributed-optimizer",
+        "it reduces gradients in buffers of its own, which LoCo does not reach; remove the flag and use "
+        "--use-distributed-optimizer",
     ),
     (
         "--use-torch-fsdp2",
         lambda a: a.use_torch_fsdp2,
-        "LoCo does not reach its gradient reduction; remove the flag and use --use-distributed-optimizer",
-    ),
-    (
-        "--num-distributed-optimizer-instances",
-        lambda a: a.num_distributed_optimizer_instances > 1,
-        "several optimizer instances are not handled yet; set it to 1",
+        "it reduces gradients inside PyTorch, which LoCo does not reach; remove the flag and use "
+        "--use-distributed-optimizer",
     ),
     (
         "--ddp-reduce-scatter-with-fp32-accumulation",
@@ -37,41 +36,48 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "LoCo always sums in fp32; remove the flag",
     ),
     (
-        "--context-parallel-size",
-        lambda a: a.context_parallel_size > 1,
-        "context parallelism is not verified yet; set it to 1",
-    ),
-    (
         "--calculate-per-token-loss",
-        lambda a: a.calculate_per_token_loss,
-        "the error state does not follow the token count yet; remove the flag",
+        lambda a: a.calculate_per_token_loss and a.overlap_grad_reduce and _config(a).depends_on_unit,
+        "gradients are sums over tokens, and with --overlap-grad-reduce their reduction starts before the tokens are "
+        "counted, so that LoCo cannot keep its error per token; remove --overlap-grad-reduce",
     ),
     (
         "--optimizer",
-        lambda a: a.optimizer not in ("adam", "sgd"),
-        "only 'adam' and 'sgd' are handled (layer-wise optimizers reduce in another way)",
+        lambda a: a.optimizer not in _OPTIMIZERS,
+        "Megatron runs it layer by layer and turns its distributed optimizer off; LoCo is verified with adam and sgd",
     ),
     (
         "--rerun-mode",
-        lambda a: a.rerun_mode == "report_stats",
-        "it runs every step twice, which would count each error twice; use validate_results or disabled",
+        lambda a: a.rerun_mode == "report_stats" and _config(a).keeps_error and a.loco_rollback != "restore",
+        "it repeats every step, and --loco-rollback zero would start the error anew each time; add --loco-rollback "
+        "restore, or use validate_results or disabled",
+    ),
+    (
+        "--non-persistent-ckpt-type",
+        lambda a: a.non_persistent_ckpt_type == "local" and a.loco_save_error != "never",
+        "local checkpoints do not hold the error state; use global, or add --loco-save-error never",
     ),
     (
         "--cuda-graph-impl",
         lambda a: a.cuda_graph_impl == "full_iteration",
-        "capturing the whole iteration is not verified yet; use another implementation",
+        "a captured step would repeat the warm-up, reset and dither of one step for ever; use another implementation",
     ),
-    ("--use-nccl-ub", lambda a: a.nccl_ub, "LoCo's buffers are not NCCL user buffers; remove the flag"),
+    (
+        "--use-nccl-ub",
+        lambda a: a.nccl_ub,
+        "LoCo sends from its own memory, which is not registered as NCCL user buffers; remove the flag",
+    ),
     (
         "--reuse-grad-buf-for-mxfp8-param-ag",
         lambda a: a.reuse_grad_buf_for_mxfp8_param_ag,
-        "sharing the gradient buffer with the parameter gather is not verified yet; remove the flag",
+        "sharing the gradient buffer with the gather of mxfp8 parameters needs Transformer Engine and is not verified; "
+        "remove the flag",
     ),
     (
         "--tensor-parallel-num-weight-shards",
         # Derived by Megatron's validation, and absent before it.
         lambda a: max(getattr(a, "gtp_weight_remat_size", 1), getattr(a, "expert_gtp_weight_remat_size", 1)) > 1,
-        "sharded tensor-parallel weights are not verified yet; remove the flag",
+        "sharded tensor-parallel weights need Transformer Engine and are not verified; remove the flag",
     ),
 )
 """``(flag, whether the parsed arguments have the combination, reason and remedy)``."""
@@ -186,6 +192,12 @@ def config_from_args(args: Any) -> LoCoConfig | None:
     if getattr(args, "loco_bits", None) is None:
         return None
     return LoCoConfig(**{name: getattr(args, f"loco_{name}") for name, *_ in fields()})
+
+
+def _config(args: Any) -> LoCoConfig:
+    config = config_from_args(args)
+    assert config is not None  # combinations are only looked at where LoCo is on
+    return config
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:

@@ -13,34 +13,73 @@ bookkeeping stay stock.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_loco import __version__
-from megatron_loco.collectives.agreement import check_agreement
+from megatron_loco.collectives.agreement import check_agreement, settings_facts
+from megatron_loco.collectives.placement import TWO_LEVEL, Topology, find_nodes
 from megatron_loco.collectives.reduce_scatter import reduce_scatter
 from megatron_loco.collectives.scratch import ScratchPool
-from megatron_loco.collectives.state import BucketState
+from megatron_loco.collectives.self_check import check_collectives
+from megatron_loco.collectives.state import BucketState, Traffic
 from megatron_loco.collectives.work import Work
-from megatron_loco.config import LoCoConfig, flag
-from megatron_loco.core.wire import ParamSpan, bucket_layout
+from megatron_loco.config import LoCoConfig
+from megatron_loco.core.exchange import plan_exchange, ring_cost
+from megatron_loco.core.wire import ParamSpan
+from megatron_loco.integrations.megatron import units
+from megatron_loco.integrations.megatron.node_placement import NodePlacement, describe
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _StockExchange:
+    # What stock functions send of one bucket: all of it where the bucket is small, and with several optimizer instances
+    # the all-reduce of the shard across them. Nodes of the ranks that do so; none where there is no such reduction.
+    bucket: Any
+    world_size: int
+    small_over: Sequence[int]
+    shard_over: Sequence[int]
+
+    def count(self, traffic: Traffic, *, all_reduce: bool = False) -> None:
+        numel, itemsize = self.bucket.grad_data.numel(), self.bucket.grad_data.element_size()
+        bf16 = torch.bfloat16.itemsize
+        if self.small_over:
+            cost = ring_cost(numel, self.small_over, itemsize, passes=2 if all_reduce else 1)
+            traffic.add_bytes(cost, ring_cost(numel, self.small_over, bf16))
+        if self.shard_over:
+            shard_numel = numel // self.world_size
+            cost = ring_cost(shard_numel, self.shard_over, itemsize, passes=2)
+            traffic.add_bytes(cost, ring_cost(shard_numel, self.shard_over, bf16, passes=2))
+
+
+@dataclass
+class _Attached:
+    # What attach() found in one model.
+    names: dict[Any, str]
+    states: list[BucketState] = field(default_factory=list)
+    small: list[Any] = field(default_factory=list)
+    num_of_one_rank: int = 0
+    topologies: list[str] = field(default_factory=list)
+
+
 @dataclass
 class _Dispatch:
-    # One start_grad_sync in progress: which of its buckets have a state, and the works that it started.
+    # One start_grad_sync in progress: which of its buckets have a state, what of them is left to stock functions, and
+    # the works that it started.
     states: list[tuple[Any, BucketState]]
+    stock: list[_StockExchange]
+    model_config: Any
     works: list[Any] = field(default_factory=list)
+    num_reduced: int = 0
 
     def state_of(self, grad_data: torch.Tensor) -> BucketState | None:
         # By tensor object, not by address: Megatron may free and restore the storage behind it.
@@ -62,56 +101,130 @@ class GradSync:
 
     def __init__(self) -> None:
         self.states: list[BucketState] = []
-        self._scratch: dict[torch.device, ScratchPool] = {}
+        self.stock_traffic = Traffic()
+        """What stock functions sent for models with LoCo: small buckets, and all-reduces across optimizer instances."""
+        self.unit = units.GradientUnit()
+        self._placement = NodePlacement()
+        self._scratch: dict[tuple[torch.device, Any], ScratchPool] = {}
         self._in_progress = threading.local()
+        self._checked: set[tuple[str, bool]] = set()
 
-    def attach(self, ddp: Any, config: LoCoConfig) -> None:
+    def attach(self, ddp: Any, config: LoCoConfig | None) -> None:
         """Give every bucket of a ``DistributedDataParallel`` model that is reduced over several ranks a LoCo state.
+
+        A collective over the data-parallel groups of the model: every rank that constructs it must call, also where
+        LoCo is off. No group is larger than that of the buckets, since another pipeline stage may have other models.
 
         Args:
             ddp: ``megatron.core.distributed.DistributedDataParallel``, fully constructed.
-            config: Settings, equal on all ranks.
+            config: Settings, equal on all ranks; ``None`` where LoCo is off: the ranks are compared, nothing else.
 
         Raises:
-            ValueError: the model's ``ddp_config`` has a combination that LoCo does not handle, or the ranks of a group
-                differ in version, settings or buckets.
+            ValueError: the model has something that LoCo does not handle, or the ranks of a group differ in version,
+                settings or buckets.
+            RuntimeError: the collectives of a group return wrong results.
         """
-        _check_ddp_config(ddp.ddp_config)
-        num_skipped = 0
-        first = len(self.states)
-        for kind, bucket_groups in (("dense", ddp.bucket_groups), ("expert", ddp.expert_parallel_bucket_groups)):
-            previous = None
-            of_kind = len(self.states)
-            for bucket_group in bucket_groups:
-                group = bucket_group.intra_distributed_optimizer_instance_group
+        refusal = None if config is None else _refusal(ddp) or units.refusal(ddp, config)
+        attached = _Attached({param: name for name, param in ddp.module.named_parameters()})
+        kinds = [("dense", ddp.bucket_groups, ddp.intra_dp_cp_group)]
+        if ddp.expert_parallel_bucket_groups:
+            # Else, as on all ranks of the dense group, NCCL would make a communicator that this model never uses.
+            kinds.append(("expert", ddp.expert_parallel_bucket_groups, ddp.intra_expt_dp_group))
+        facts = settings_facts(config) | {
+            "what LoCo refuses": refusal,
+            "number of bucket groups of experts": len(ddp.expert_parallel_bucket_groups),
+        }
+        groups = [group for _, _, group in kinds]
+        if ddp.ddp_config.num_distributed_optimizer_instances > 1:
+            groups.append(ddp.inter_dist_opt_group)
+        for group in groups:
+            check_agreement(facts, group)
+        if refusal is not None:
+            # Only now: a rank that stopped earlier would leave the others waiting for it.
+            raise ValueError(refusal)
+        if config is None:
+            return
+        for kind, bucket_groups, group in kinds:
+            # From here on all ranks of the group have the same settings, and so do the same.
+            check_agreement(self._attach_kind(kind, bucket_groups, group, ddp, config, attached), group)
+            if bucket_groups:
+                self._check_collectives(group, ddp.ddp_config.average_in_collective)
+        if not ddp.expert_parallel_bucket_groups:
+            self._placement.settle_nothing(config)
+        self.states += attached.states
+        self._report(attached, ddp, config)
+
+    def _attach_kind(
+        self, kind: str, bucket_groups: list[Any], group: Any, ddp: Any, config: LoCoConfig, attached: _Attached
+    ) -> dict[str, object]:
+        # All buckets of a kind are reduced over one group. Returns what its ranks must have in common.
+        topology = self._placement.settle(group, config)
+        instances: Sequence[int] = ()
+        if ddp.ddp_config.num_distributed_optimizer_instances > 1:
+            instances = find_nodes(ddp.inter_dist_opt_group, config.ranks_per_node)
+        facts: dict[str, object] = {"number of buckets": sum(len(g.buckets) for g in bucket_groups)}
+        of_kind = len(attached.states)
+        previous = None
+        # Not Megatron's bucket_id, which starts anew in the buffer of each dtype.
+        numbers = count()
+        for bucket_group in bucket_groups:
+            states = []
+            for bucket in bucket_group.buckets:
+                name = f"{kind} bucket {next(numbers)}"
                 if group.size() == 1:
-                    num_skipped += len(bucket_group.buckets)
-                    continue
-                bucket_group.loco_states = [
-                    (bucket, self._bucket_state(f"{kind} bucket {bucket.bucket_id}", bucket, group.size(), config))
-                    for bucket in bucket_group.buckets
-                ]
-                self.states += [state for _, state in bucket_group.loco_states]
-                if ddp.ddp_config.overlap_grad_reduce:
-                    # As stock does for its own all-to-all: finish the predecessor before starting the next, so that the
-                    # scratch memory of two groups is in flight at most.
-                    bucket_group.previous_grad_reduce_bucket_group = previous
-                previous = bucket_group
-            if previous is not None:
-                # One group for all buckets of a kind.
-                group = previous.intra_distributed_optimizer_instance_group
-                check_agreement(_facts(config, self.states[of_kind:]), group)
-        self._report(self.states[first:], num_skipped, config)
+                    attached.num_of_one_rank += 1
+                elif _num_gradients(bucket) < config.min_bucket_numel:
+                    attached.small.append(bucket)
+                    facts[f"layout of {name}"] = (bucket.grad_data.numel(), "reduced exactly")
+                else:
+                    state = self._bucket_state(name, bucket, bucket_group, topology, config, attached.names)
+                    # Not the state's own layout: in two levels it depends on the rank's position on its node.
+                    facts[f"layout of {name}"] = (state.exchange.numel, hash(state.exchange), state.backend.name)
+                    states.append((bucket, state))
+            attached.states += [state for _, state in states]
+            bucket_group.loco_states = states
+            bucket_group.loco_model_config = ddp.config
+            bucket_group.loco_is_reduced = False
+            bucket_group.loco_stock = [
+                _StockExchange(bucket, group.size(), topology.nodes if bucket in attached.small else (), instances)
+                for bucket in bucket_group.buckets
+            ]
+            if ddp.ddp_config.overlap_grad_reduce:
+                # As stock does for its own all-to-all: finish the predecessor before starting the next, so that the
+                # scratch memory of two groups is in flight at most.
+                bucket_group.previous_grad_reduce_bucket_group = previous
+            previous = bucket_group
+        if group.rank() == 0 and of_kind < len(attached.states):
+            attached.topologies.append(describe(kind, topology, attached.states[of_kind:]))
+        return facts
+
+    def _check_collectives(self, group: Any, average: bool) -> None:
+        # Once per group: its buckets, and the model chunks of a stage, share it.
+        if (group.group_name, average) not in self._checked:
+            check_collectives(group, average=average)
+            node_groups = self._placement.node_groups(group)
+            if node_groups is not None:
+                check_collectives(node_groups.inside_node, average=average)
+                check_collectives(node_groups.between_nodes, average=False)
+            self._checked.add((group.group_name, average))
 
     def dispatcher(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Return the replacement of ``param_and_grad_buffer.dist_reduce_scatter_func``."""
 
         def dist_reduce_scatter_func(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             dispatch = self._current()
-            state = dispatch.state_of(input) if dispatch else None
-            if dispatch is None or state is None:
+            if dispatch is None:
                 return stock(output, input, *args, **kwargs)
-            work = reduce_scatter(output, input, state, exact=stock, **kwargs)
+            dispatch.num_reduced += 1
+            for exchange in dispatch.stock:
+                if exchange.bucket.grad_data is input:
+                    exchange.count(self.stock_traffic)
+            state = dispatch.state_of(input)
+            if state is None:
+                return stock(output, input, *args, **kwargs)
+            unit = self.unit.of(dispatch.model_config, state.config, input.device)
+            node_groups = self._placement.node_groups(kwargs["group"])
+            work = reduce_scatter(output, input, state, unit=unit, exact=stock, node_groups=node_groups, **kwargs)
             # An exact reduction returns what the coalescing manager gives it; the manager waits for that one itself.
             if isinstance(work, Work):
                 dispatch.works.append(work)
@@ -126,34 +239,75 @@ class GradSync:
             states = getattr(bucket_group, "loco_states", None)
             if states is None:
                 return stock(bucket_group, force_all_reduce=force_all_reduce)
-            with self._dispatching(_Dispatch(states)) as dispatch:
+            if bucket_group.is_first_batch and bucket_group.grad_reduce_handle is not None:
+                return stock(bucket_group, force_all_reduce=force_all_reduce)  # does nothing: it is on its way
+            if states:
+                if bucket_group.loco_is_reduced:
+                    # Stock would reduce a mixture of reduced shards and local gradients.
+                    raise RuntimeError(
+                        f"LoCo: the gradients of {states[0][1].name} are reduced a second time; call "
+                        "zero_grad_buffer() of the model before each step, and finish_grad_sync() once"
+                    )
+                self.unit.check_known(bucket_group.loco_model_config, states[0][1].config)
+            of_group = _Dispatch(states, bucket_group.loco_stock, bucket_group.loco_model_config)
+            with self._dispatching(of_group) as dispatch:
                 stock(bucket_group, force_all_reduce=force_all_reduce)
+            if not force_all_reduce and dispatch.num_reduced != len(bucket_group.buckets):
+                raise RuntimeError(
+                    "LoCo: the gradients were reduced without it. Something replaced dist_reduce_scatter_func in "
+                    "megatron.core.distributed.param_and_grad_buffer after LoCo was installed, as Megatron does for a "
+                    "model with reduce_scatter_with_fp32_accumulation; do without it in this process"
+                )
+            bucket_group.loco_is_reduced = True
             if force_all_reduce:
                 for _, state in states:
                     state.count_all_reduce()
+                for exchange in bucket_group.loco_stock:
+                    exchange.count(self.stock_traffic, all_reduce=True)
             if dispatch.works:
                 bucket_group.grad_reduce_handle = _GroupWork([bucket_group.grad_reduce_handle, *dispatch.works])
             return None
 
         return start_grad_sync
 
-    def _bucket_state(self, name: str, bucket: Any, world_size: int, config: LoCoConfig) -> BucketState:
+    def wrap_reset(self, stock: Callable[..., None]) -> Callable[..., None]:
+        """Return the replacement of ``_ParamAndGradBucketGroup.reset``, part of ``zero_grad_buffer``."""
+
+        def reset(bucket_group: Any) -> None:
+            stock(bucket_group)
+            bucket_group.loco_is_reduced = False
+
+        return reset
+
+    def _bucket_state(
+        self,
+        name: str,
+        bucket: Any,
+        bucket_group: Any,
+        topology: Topology,
+        config: LoCoConfig,
+        param_names: dict[Any, str],
+    ) -> BucketState:
         grad_data = bucket.grad_data
-        layout = bucket_layout(
+        exchange = plan_exchange(
             grad_data.numel(),
-            world_size,
+            topology.nodes,
             [
-                # Norm weights and biases: few elements, most of the harm of quantisation.
-                ParamSpan(start, stop, exact=config.is_identity or param.dim() < 2)
+                ParamSpan(start, stop, exact=config.is_exact(param_names[param], param.dim()))
                 for param, (start, stop) in bucket.param_to_index.items()
             ],
+            two_level=topology.kind == TWO_LEVEL,
             bits=config.bits,
             block_size=config.block_size,
             exact_itemsize=grad_data.element_size(),
         )
         device = grad_data.device
-        scratch = self._scratch.setdefault(device, ScratchPool(device))
-        return BucketState(name, layout, config, device, scratch)
+        # With several optimizer instances Megatron reduces dense and expert buckets on a stream each, which are not
+        # ordered: they must not share memory.
+        stream = getattr(bucket_group, "communication_stream", None)
+        scratch = self._scratch.setdefault((device, stream), ScratchPool(device))
+        layout = exchange.layout(bucket_group.intra_distributed_optimizer_instance_rank)
+        return BucketState(name, layout, config, device, scratch, exchange)
 
     def _current(self) -> _Dispatch | None:
         stack = getattr(self._in_progress, "stack", None)
@@ -171,16 +325,33 @@ class GradSync:
             self._in_progress.stack.pop()
 
     @staticmethod
-    def _report(states: list[BucketState], num_skipped: int, config: LoCoConfig) -> None:
+    def _report(attached: _Attached, ddp: Any, config: LoCoConfig) -> None:
+        for topology in attached.topologies:
+            logger.info("LoCo: %s", topology)
         if dist.get_rank() != 0:
             return
-        if num_skipped:
-            logger.info("LoCo: %d bucket(s) belong to one rank alone and are left unchanged", num_skipped)
+        if attached.num_of_one_rank:
+            logger.info("LoCo: %d bucket(s) belong to one rank alone and are left unchanged", attached.num_of_one_rank)
+        if attached.small:
+            logger.info(
+                "LoCo: %d bucket(s) with fewer than %d gradient elements (%d together) reduce exactly; see "
+                "--loco-min-bucket-numel",
+                len(attached.small),
+                config.min_bucket_numel,
+                sum(map(_num_gradients, attached.small)),
+            )
+        if ddp.ddp_config.num_distributed_optimizer_instances > 1:
+            logger.info(
+                "LoCo: compresses inside each of %d optimizer instances; the all-reduce across them is Megatron's own, "
+                "and counted as such",
+                ddp.ddp_config.num_distributed_optimizer_instances,
+            )
+        states = attached.states
         if not states:
-            logger.warning("LoCo: nothing to compress on rank 0, no bucket is reduced over more than one rank")
+            logger.warning("LoCo: nothing to compress on rank 0")
             return
-        numel = sum(state.layout.numel for state in states)
-        wire_bits = sum(state.layout.send_bytes for state in states) * 8 / numel
+        numel = sum(state.exchange.numel for state in states)
+        wire_bits = sum(s.layout.send_bytes for s in states) * 8 / sum(s.layout.numel for s in states)
         error_bytes = sum(state.error.num_bytes for state in states)
         logger.info(
             "LoCo: %d bucket(s), %d gradient elements at %.2f bits each (%s backend), error state %.2f MB "
@@ -195,21 +366,44 @@ class GradSync:
         )
 
 
-def _facts(config: LoCoConfig, states: list[BucketState]) -> dict[str, object]:
-    # What the ranks of a group must have in common. Python's hash of numbers is the same in every process.
-    facts: dict[str, object] = {"version of megatron_loco": __version__}
-    facts |= {flag(name): value for name, value in dataclasses.asdict(config).items()}
-    facts["number of buckets"] = len(states)
-    for number, state in enumerate(states):
-        facts[f"layout of bucket {number} ({state.name})"] = (state.layout.numel, hash(state.layout))
-    return facts
+def _num_gradients(bucket: Any) -> int:
+    # Without Megatron's padding: what the shapes of the parameters say, equal on all ranks of a group.
+    return sum(stop - start for start, stop in bucket.param_to_index.values())
 
 
-def _check_ddp_config(ddp_config: Any) -> None:
-    # Users of megatron.core without Megatron's command line meet these here; the others at argument check.
-    if not ddp_config.use_distributed_optimizer:
-        raise ValueError("LoCo needs use_distributed_optimizer=True (--use-distributed-optimizer)")
-    if ddp_config.num_distributed_optimizer_instances > 1:
-        raise ValueError("LoCo does not handle num_distributed_optimizer_instances > 1 yet; set it to 1")
-    if ddp_config.reduce_scatter_with_fp32_accumulation:
-        raise ValueError("LoCo always sums in fp32: leave reduce_scatter_with_fp32_accumulation off")
+def _refusal(ddp: Any) -> str | None:
+    """Why LoCo cannot work on a model, or ``None``.
+
+    Users of megatron.core without Megatron's command line meet these here; the others at argument check.
+    """
+    settings = ddp.ddp_config
+    if any(getattr(param, "is_managed_by_layer_wise_optimizer", False) for param in ddp.module.parameters()):
+        return (
+            "the model is laid out for a layer-wise optimizer (Muon, SOAP, Lion), which updates whole matrices on one "
+            "rank; use Adam or SGD under the distributed optimizer, with which LoCo is verified"
+        )
+    if not settings.use_distributed_optimizer:
+        return (
+            "LoCo compresses the reduce-scatter of the distributed optimizer, and this model all-reduces: set "
+            "use_distributed_optimizer=True (--use-distributed-optimizer)"
+        )
+    if settings.reduce_scatter_with_fp32_accumulation:
+        return "LoCo always sums in fp32: leave reduce_scatter_with_fp32_accumulation off"
+    if settings.nccl_ub:
+        return "LoCo sends from its own memory, which is not registered as NCCL user buffers: leave nccl_ub off"
+    if settings.reuse_grad_buf_for_mxfp8_param_ag:
+        return (
+            "sharing the gradient buffer with the gather of mxfp8 parameters needs Transformer Engine and is not "
+            "verified with LoCo: leave reuse_grad_buf_for_mxfp8_param_ag off"
+        )
+    if ddp.config.cuda_graph_impl == "full_iteration":
+        return (
+            "a captured step would repeat the warm-up, reset and dither of one step for ever: use another "
+            "cuda_graph_impl than full_iteration"
+        )
+    if any(getattr(param, "is_gtp_weight_remat", False) for param in ddp.module.parameters()):
+        return (
+            "sharded tensor-parallel weights need Transformer Engine and are not verified with LoCo: leave "
+            "tensor_parallel_num_weight_shards at 1"
+        )
+    return None

@@ -9,7 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from megatron_loco.config import LoCoConfig
-from megatron_loco.integrations.megatron import arguments
+from megatron_loco.integrations.megatron import arguments, steps
+from megatron_loco.integrations.megatron.checkpoint import Checkpoints
 from megatron_loco.integrations.megatron.grad_sync import GradSync
 from megatron_loco.integrations.megatron.metrics import Metrics, wrap_training_log
 from megatron_loco.patching import Patch, SeamError
@@ -17,6 +18,21 @@ from megatron_loco.patching import Patch, SeamError
 SUPPORTED_RELEASES = ("0.19",)
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 _DDP = "megatron.core.distributed.distributed_data_parallel"
+_CHECKPOINTING = "megatron.training.checkpointing"
+_RERUN = "megatron.core.rerun_state_machine:RerunStateMachine"
+_FINALIZE = (
+    "megatron.training.training:finalize_model_grads",
+    "megatron.core.distributed:finalize_model_grads",
+    "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
+)
+_OPTIMIZERS = (
+    "megatron.core.optimizer.optimizer:ChainedOptimizer",
+    "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer",
+)
+_FULLY_SHARDED = (
+    "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel",
+    "megatron.core.distributed.torch_fully_sharded_data_parallel:TorchFullyShardedDataParallel",
+)
 
 
 def supported_release(allow_unknown: bool) -> None:
@@ -44,8 +60,9 @@ def supported_release(allow_unknown: bool) -> None:
 def seam_patches(config: LoCoConfig | None) -> list[Patch]:
     """Return the patches; ``config`` overrides what Megatron's command line says."""
     grad_sync = GradSync()
-    metrics = Metrics(grad_sync.states)
+    metrics = Metrics(grad_sync.states, grad_sync.stock_traffic)
     active = partial(_active_config, config)
+    checkpoints = Checkpoints(active, loaded=metrics.restart)
     return [
         Patch(
             target="megatron.training.arguments:add_megatron_arguments",
@@ -71,10 +88,20 @@ def seam_patches(config: LoCoConfig | None) -> list[Patch]:
         Patch(
             target=f"{_DDP}:DistributedDataParallel.__init__",
             kind="wrap",
-            new=partial(_wrap_ddp_init, grad_sync, active),
+            new=partial(_wrap_ddp_init, grad_sync, checkpoints, active),
             parameters=("config", "ddp_config", "module"),
             sources=frozenset({"bb869de61095e98c"}),
             why="gives the buckets of the new model their LoCo states",
+        ),
+        *(
+            Patch(
+                target=f"{fully_sharded}.__init__",
+                kind="wrap",
+                new=partial(_refuse_fully_sharded, active),
+                parameters=("config", "ddp_config", "module"),
+                why="LoCo does not reach its gradient reduction; without a word it would be off",
+            )
+            for fully_sharded in _FULLY_SHARDED
         ),
         Patch(
             target=f"{_BUFFER}:_ParamAndGradBucketGroup.start_grad_sync",
@@ -89,6 +116,70 @@ def seam_patches(config: LoCoConfig | None) -> list[Patch]:
             kind="wrap",
             new=grad_sync.dispatcher,
             why="the reduce-scatter itself: LoCo for buckets with a state, the stock function for all others",
+        ),
+        Patch(
+            target=f"{_BUFFER}:_ParamAndGradBucketGroup.reset",
+            kind="wrap",
+            new=grad_sync.wrap_reset,
+            parameters=("self",),
+            why="says that new gradients will come: the same ones must not be compressed twice",
+        ),
+        *(
+            Patch(
+                target=target,
+                kind="wrap",
+                new=partial(grad_sync.unit.wrap_finalize_model_grads, active),
+                parameters=("model", "num_tokens", "pg_collection", "force_all_reduce"),
+                sources=frozenset({"3f44cc8723b87c16"}),
+                why="counts the tokens of a per-token loss before the reduction: the error is kept per token",
+            )
+            for target in _FINALIZE
+        ),
+        *(
+            Patch(
+                target=f"{target}.step",
+                kind="wrap",
+                new=partial(steps.wrap_optimizer_step, active),
+                parameters=("self",),
+                why="a step that the optimizer skips must not count in the error",
+            )
+            for target in _OPTIMIZERS
+        ),
+        Patch(
+            target=f"{_RERUN}.should_run_forward_backward",
+            kind="wrap",
+            new=partial(steps.wrap_should_run_forward_backward, grad_sync.states),
+            parameters=("data_iterator",),
+            sources=frozenset({"c4a657ce29566e72"}),
+            why="a step that is repeated must not count twice in the error",
+        ),
+        Patch(
+            target=f"{_RERUN}.should_checkpoint_and_exit",
+            kind="wrap",
+            new=partial(steps.wrap_should_checkpoint_and_exit, grad_sync.states),
+            parameters=("self",),
+            why="a step that ends the job before the optimizer must not be in the error that is saved",
+        ),
+        Patch(
+            target="megatron.core.transformer.moe.paged_stash:PagedStashRunner.prepare_for_rerun",
+            kind="wrap",
+            new=partial(steps.wrap_prepare_for_rerun, grad_sync.states),
+            parameters=("is_training",),
+            why="a step that is repeated with more memory must not count twice in the error",
+        ),
+        Patch(
+            target=f"{_CHECKPOINTING}:generate_state_dict",
+            kind="wrap",
+            new=checkpoints.wrap_generate_state_dict,
+            parameters=("args", "optimizer", "optim_sd_kwargs"),
+            why="puts the error state and its description into what is saved, and asks for it where a load can use it",
+        ),
+        Patch(
+            target=f"{_CHECKPOINTING}:_load_base_checkpoint",
+            kind="wrap",
+            new=checkpoints.wrap_load_base_checkpoint,
+            parameters=("rank0", "sharded_state_dict"),
+            why="takes the error state over from what was read, or says why it starts at zero",
         ),
         Patch(
             target="megatron.training.training:training_log",
@@ -114,13 +205,26 @@ def _active_config(config: LoCoConfig | None) -> LoCoConfig | None:
 
 
 def _wrap_ddp_init(
-    grad_sync: GradSync, active: Callable[[], LoCoConfig | None], stock: Callable[..., None]
+    grad_sync: GradSync, checkpoints: Checkpoints, active: Callable[[], LoCoConfig | None], stock: Callable[..., None]
 ) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
-        config = active()
-        if config is not None:
-            grad_sync.attach(self, config)
+        # Also where LoCo is off: the ranks are compared, and one that is on must not wait for this one.
+        grad_sync.attach(self, active())
+        checkpoints.announce(active())
+
+    return __init__
+
+
+def _refuse_fully_sharded(active: Callable[[], LoCoConfig | None], stock: Callable[..., None]) -> Callable[..., None]:
+    # Megatron's command line refuses the flags already; users of megatron.core meet it here.
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if active() is not None:
+            raise ValueError(
+                f"LoCo does not reach the gradient reduction of {type(self).__name__}; use DistributedDataParallel "
+                "with use_distributed_optimizer=True"
+            )
+        stock(self, *args, **kwargs)
 
     return __init__
 
@@ -128,4 +232,4 @@ def _wrap_ddp_init(
 def _wrap_training_log(
     metrics: Metrics, active: Callable[[], LoCoConfig | None], stock: Callable[..., Any]
 ) -> Callable[..., Any]:
-    return wrap_training_log(stock, lambda: metrics if active() is not None else None)
+    return wrap_training_log(stock, lambda: metrics if active() is not None else None, active)

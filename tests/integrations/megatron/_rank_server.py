@@ -10,6 +10,7 @@ when one fails.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
@@ -85,6 +86,7 @@ def _become_rank(request: Mapping[str, Any], environment: Mapping[str, str]) -> 
     except BaseException:
         traceback.print_exc()
     finally:
+        atexit._run_exitfuncs()  # among them the one that ends the rank's own processes, such as checkpoint writers
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

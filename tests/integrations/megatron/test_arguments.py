@@ -11,7 +11,7 @@ import pytest
 
 from megatron_loco import cpu, patch
 from megatron_loco.config import LoCoConfig, fields, flag
-from megatron_loco.integrations.megatron.arguments import config_from_args
+from megatron_loco.integrations.megatron.arguments import check_combinations, config_from_args
 
 BASE = (
     "--transformer-impl local --distributed-backend gloo --num-layers 2 --hidden-size 64 --num-attention-heads 4"
@@ -61,9 +61,18 @@ def test_off(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
         (("--loco-bits", "4", "--loco-beta", "1"), "--loco-beta must be"),
         (("--loco-bits", "4", "--loco-block-size", "100"), "--loco-block-size must be a multiple of 32"),
         (("--loco-bits", "4", "--loco-warmup-steps", "-1"), "--loco-warmup-steps must not be negative"),
-        (("--loco-bits", "4", "--calculate-per-token-loss"), "--calculate-per-token-loss"),
-        (("--loco-bits", "4", "--rerun-mode", "report_stats"), "--rerun-mode"),
-        (("--loco-bits", "4", "--num-distributed-optimizer-instances", "2"), "--num-distributed-optimizer-instances"),
+        (
+            ("--loco-bits", "4", "--calculate-per-token-loss", "--overlap-grad-reduce"),
+            "remove --overlap-grad-reduce",
+        ),
+        (
+            (
+                *("--loco-bits", "4", "--loco-error-bits", "0", "--loco-scale-mode", "fixed"),
+                *("--calculate-per-token-loss", "--overlap-grad-reduce"),
+            ),
+            "remove --overlap-grad-reduce",
+        ),
+        (("--loco-bits", "4", "--rerun-mode", "report_stats"), "add --loco-rollback restore"),
         (
             ("--loco-bits", "4", "--ddp-reduce-scatter-with-fp32-accumulation"),
             "--ddp-reduce-scatter-with-fp32-accumulation",
@@ -83,20 +92,50 @@ def test_all_problems_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch,
             "--loco-bits",
             "4",
-            "--calculate-per-token-loss",
-            "--optimizer",
-            "lion",
+            "--rerun-mode",
+            "report_stats",
+            "--ddp-reduce-scatter-with-fp32-accumulation",
             without="--use-distributed-optimizer",
         )
     message = str(caught.value)
-    assert all(name in message for name in ("--calculate-per-token-loss", "--use-distributed-optimizer", "--optimizer"))
+    named = ("--rerun-mode", "--use-distributed-optimizer", "--ddp-reduce-scatter-with-fp32-accumulation")
+    assert all(name in message for name in named)
 
 
-def test_fp16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_checkpoints_would_lose_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = parsed(monkeypatch, "--loco-bits", "4")
+    # Set by hand: to accept the flag Megatron needs a package that is not installed here.
+    args.non_persistent_ckpt_type = "local"
+    with pytest.raises(ValueError, match=r"--non-persistent-ckpt-type: .*add --loco-save-error never"):
+        check_combinations(args)
+    args.loco_save_error = "never"
+    check_combinations(args)
+    args.non_persistent_ckpt_type, args.loco_save_error = "global", "always"
+    check_combinations(args)
+
+
+@pytest.mark.parametrize("optimizer", ["lion", "muon", "soap"])
+def test_layer_wise_optimizers_are_refused_for_what_they_are(monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
+    # Megatron turns --use-distributed-optimizer off for them; to ask for that flag again would lead in a circle.
     with pytest.raises(ValueError) as caught:
-        parsed(monkeypatch, "--loco-bits", "4", "--fp16", without="--bf16")
-    assert "--fp16" in str(caught.value)
-    assert "--bf16" in str(caught.value)
+        parsed(monkeypatch, "--loco-bits", "4", "--optimizer", optimizer)
+    assert "--optimizer: Megatron runs it layer by layer" in str(caught.value)
+    assert "--use-distributed-optimizer:" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--fp16",),
+        ("--calculate-per-token-loss",),
+        ("--calculate-per-token-loss", "--overlap-grad-reduce", "--loco-error-bits", "0"),
+        ("--rerun-mode", "report_stats", "--loco-rollback", "restore"),
+        ("--rerun-mode", "report_stats", "--loco-error-bits", "0"),
+    ],
+)
+def test_what_the_error_follows(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    without = "--bf16" if "--fp16" in words else ""
+    assert config_from_args(parsed(monkeypatch, "--loco-bits", "4", *words, without=without)) is not None
 
 
 def test_megatrons_yaml_cannot_switch_it_off_silently(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from contextlib import ExitStack
 from typing import Any
@@ -26,8 +27,8 @@ from tests.integrations.megatron._ddp import (
     wrap,
 )
 
-IDENTITY = LoCoConfig(bits=32, warmup_steps=0)
-LOCO = LoCoConfig(bits=4, block_size=32, warmup_steps=0, reset_interval=0)
+IDENTITY = LoCoConfig(bits=32, warmup_steps=0, min_bucket_numel=0)
+LOCO = LoCoConfig(bits=4, block_size=32, warmup_steps=0, reset_interval=0, min_bucket_numel=0)
 
 
 def _equal(a: list[list[Tensor]], b: list[list[Tensor]]) -> bool:
@@ -46,15 +47,23 @@ def _cases(multiple_of: int) -> list[Case]:
     return [Case(**{**vars(case), "multiple_of": multiple_of}) for case in cases]
 
 
+def _enter(stack: ExitStack, case: Case) -> None:
+    parallel_megatron(
+        stack, case.expert_parallel, context_parallel=case.context_parallel, num_instances=case.num_instances
+    )
+
+
 def _identity_differs(rank: int, world_size: int, cases: list[Case]) -> list[Case]:
     differing = []
-    for expert_parallel, group in itertools.groupby(cases, key=lambda case: case.expert_parallel):
+    for _, group in itertools.groupby(cases, key=lambda c: (c.expert_parallel, c.context_parallel, c.num_instances)):
         with ExitStack() as stack:
-            parallel_megatron(stack, expert_parallel)
+            group = list(group)
+            _enter(stack, group[0])
             differing += [c for c in group if not _equal(reduce_case(c, rank, IDENTITY), reduce_case(c, rank, None))]
     return differing
 
 
+@pytest.mark.kind(22, 35)
 def test_identity_codec_is_bitwise_stock_on_two_ranks() -> None:
     # The sum of two numbers does not depend on their order: any gradients, fp32 and bf16 buffers.
     assert run_ranks(_identity_differs, 2, _cases(multiple_of=0)) == [[], []]
@@ -68,6 +77,7 @@ def test_identity_codec_is_bitwise_stock_on_odd_groups(world_size: int) -> None:
     assert run_ranks(_identity_differs, world_size, cases) == [[]] * world_size
 
 
+@pytest.mark.kind(20)
 def test_identity_codec_is_bitwise_stock_with_experts() -> None:
     # Expert buckets: other group (2 of 4 ranks), other scaling factor.
     cases = [
@@ -77,17 +87,31 @@ def test_identity_codec_is_bitwise_stock_with_experts() -> None:
     assert run_ranks(_identity_differs, 4, cases) == [[]] * 4
 
 
+def test_identity_codec_is_bitwise_stock_with_context_parallelism_and_several_instances() -> None:
+    # Context parallelism: buckets are reduced over all four ranks. Two instances: over two, then stock all-reduces the
+    # shards of the two instances, with overlap on a stream of its own.
+    cases = [
+        Case(overlap=overlap, average=average, multiple_of=4, bucket_size=700, **topology)
+        for topology, overlap, average in itertools.product(
+            ({"context_parallel": 2}, {"num_instances": 2}, {"num_instances": 2, "expert_parallel": 2}),
+            (False, True),
+            (False, True),
+        )
+    ]
+    assert run_ranks(_identity_differs, 4, cases) == [[]] * 4
+
+
 def _against_oracle(rank: int, world_size: int, case: Case) -> list[tuple[str, bool]]:
     """Shards of a LoCo run against the sum in rank order of what an oracle of each rank sends."""
     outcomes = []
     with ExitStack() as stack:
-        parallel_megatron(stack, case.expert_parallel)
+        _enter(stack, case)
         from megatron_loco.integrations.megatron import patch
 
         stack.enter_context(patch(LOCO))
         ddp = wrap(case)
         oracles = {
-            id(bucket): [Oracle(state.layout, LOCO.beta) for _ in range(state.layout.world_size)]
+            id(bucket): {member: Oracle(state.layout, LOCO.beta) for member in range(world_size)}
             for group, _ in buckets(ddp)
             for bucket, state in getattr(group, "loco_states", [])
         }
@@ -96,14 +120,25 @@ def _against_oracle(rank: int, world_size: int, case: Case) -> list[tuple[str, b
             for (group, bucket), shard in zip(buckets(ddp), shards(ddp), strict=True):
                 members = dist.get_process_group_ranks(group.intra_distributed_optimizer_instance_group)
                 total = torch.zeros(bucket.grad_data.numel())
-                for oracle, member in zip(oracles[id(bucket)], members, strict=True):
-                    total += oracle.send(_scaled_gradient(bucket, ddp, case, member, step))
+                for instance in _instances(group, members):
+                    of_instance = torch.zeros(bucket.grad_data.numel())
+                    for member in instance:
+                        gradient = _scaled_gradient(bucket, ddp, case, member, step)
+                        of_instance += oracles[id(bucket)][member].send(gradient)
+                    total += of_instance / len(instance) if case.average else of_instance
                 if case.average:
-                    total /= len(members)
+                    total /= case.num_instances
                 start = group.intra_distributed_optimizer_instance_rank * shard.numel()
                 expected = total[start : start + shard.numel()].to(shard.dtype)
                 outcomes.append((f"step {step} bucket {bucket.bucket_id}", torch.equal(shard, expected)))
     return outcomes
+
+
+def _instances(group: Any, members: list[int]) -> list[list[int]]:
+    # The ranks of each optimizer instance: those of this one, moved by as much as their counterparts of this rank.
+    others = getattr(group, "inter_distributed_optimizer_instance_group", None)
+    counterparts = dist.get_process_group_ranks(others) if others else [dist.get_rank()]
+    return [[member + counterpart - dist.get_rank() for member in members] for counterpart in counterparts]
 
 
 def _scaled_gradient(bucket: Any, ddp: Any, case: Case, member: int, step: int) -> Tensor:
@@ -123,6 +158,9 @@ def _scaled_gradient(bucket: Any, ddp: Any, case: Case, member: int, step: int) 
         (2, Case(overlap=True, num_micro_batches=3, bucket_size=700)),
         (3, Case(average=True, grad_dtype=torch.bfloat16)),
         (4, Case(overlap=True, expert_parallel=2)),
+        (4, Case(overlap=True, context_parallel=2)),
+        (4, Case(overlap=True, num_instances=2, bucket_size=700)),
+        (4, Case(average=True, num_instances=2)),
     ],
 )
 def test_four_bits_equal_the_oracle(world_size: int, case: Case) -> None:
@@ -142,7 +180,7 @@ def _bypasses(rank: int, world_size: int) -> dict[str, Any]:
         from megatron_loco.integrations.megatron import patch
 
         neighbour = wrap(case)
-        stack.enter_context(patch(LoCoConfig(bits=4, block_size=32, warmup_steps=1)))
+        stack.enter_context(patch(LoCoConfig(bits=4, block_size=32, warmup_steps=1, min_bucket_numel=0)))
         ddp = wrap(case)
         ((group, _),) = buckets(ddp)
         ((_, state),) = group.loco_states
@@ -179,6 +217,7 @@ def _bypasses(rank: int, world_size: int) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.kind(3, 9, 13)
 def test_warm_up_all_reduce_neighbours_and_nan() -> None:
     results = run_ranks(_bypasses, 2)
     for result in results:
@@ -187,6 +226,72 @@ def test_warm_up_all_reduce_neighbours_and_nan() -> None:
         assert all(result.values()), result
     # The NaN sits in the first parameter, hence in the shard of whichever rank owns its block: at least one of them.
     assert any(r["NaN seen"] for r in run_ranks(_bypasses, 2))
+
+
+def _exact_parameters(rank: int, world_size: int) -> dict[str, Any]:
+    """Per pattern list: how many elements are quantised, and how far the result is from stock."""
+    case = Case(overlap=True)
+    result = {}
+    with ExitStack() as stack:
+        parallel_megatron(stack)
+        from megatron_loco.integrations.megatron import patch
+
+        stock = reduce_case(case, rank, None, 2)
+        for patterns in ("1d", "none", "1d,weights.2", "weights.[04]", "*"):
+            with patch(dataclasses.replace(LOCO, exact_params=patterns)):
+                ddp = wrap(case)
+                ((_, state),) = [pair for group in ddp.bucket_groups for pair in group.loco_states]
+                for step in range(2):
+                    train_step(ddp, case, rank, step)
+            quantised = sum(run.stop - run.start for shard in state.layout.shards for run in shard.runs)
+            exact = sum(shard.num_exact for shard in state.layout.shards)
+            result[patterns] = (quantised, exact, torch.equal(shards(ddp)[0], stock[1][0]), state.traffic.sent_bytes)
+    return result
+
+
+def test_exact_parameters_are_chosen_by_name() -> None:
+    numel = [33 * 20, 20, 7 * 65, 1, 128 * 3, 5]
+    for result in run_ranks(_exact_parameters, 2):
+        for patterns, exact in {
+            "1d": (1, 3, 5),
+            "none": (),
+            "1d,weights.2": (1, 2, 3, 5),
+            "weights.[04]": (0, 4),
+        }.items():
+            num_exact = sum(numel[i] for i in exact)
+            assert result[patterns][:3] == (sum(numel) - num_exact, num_exact, False)
+        # Nothing left to quantise: two ranks, hence bitwise the stock sum, at its price plus alignment.
+        assert result["*"][:3] == (0, sum(numel), True)
+        assert sum(numel) * 4 <= result["*"][3] <= sum(numel) * 4 + 2 * 16
+
+
+def _small_buckets(rank: int, world_size: int) -> dict[str, Any]:
+    """Several buckets, of which a limit leaves some to the stock function."""
+    case = Case(overlap=True, bucket_size=700, multiple_of=world_size)
+    with ExitStack() as stack:
+        parallel_megatron(stack)
+        from megatron_loco.integrations.megatron import patch
+
+        stock = reduce_case(case, rank, None, 2)
+        with patch(dataclasses.replace(LOCO, min_bucket_numel=700)):
+            ddp = wrap(case)
+            for step in range(2):
+                train_step(ddp, case, rank, step)
+        return {
+            "numel": [sum(b - a for a, b in bucket.param_to_index.values()) for _, bucket in buckets(ddp)],
+            "states": [[state.name for _, state in group.loco_states] for group, _ in buckets(ddp)],
+            "stock": [torch.equal(mine, theirs) for mine, theirs in zip(shards(ddp), stock[1], strict=True)],
+        }
+
+
+@pytest.mark.kind(17)
+def test_small_buckets_are_left_to_the_stock_function() -> None:
+    for result in run_ranks(_small_buckets, 3):
+        small = [numel < 700 for numel in result["numel"]]
+        assert True in small
+        assert False in small
+        assert [not states for states in result["states"]] == small
+        assert result["stock"] == small
 
 
 def _disagreement(rank: int, world_size: int) -> list[str]:
@@ -210,6 +315,7 @@ def _disagreement(rank: int, world_size: int) -> list[str]:
     return messages
 
 
+@pytest.mark.kind(21)
 def test_ranks_that_differ_are_stopped_at_the_start() -> None:
     for messages in run_ranks(_disagreement, 3):
         settings, buckets_differ, equal = messages
@@ -217,33 +323,3 @@ def test_ranks_that_differ_are_stopped_at_the_start() -> None:
         assert "warmup" not in settings
         assert "number of buckets: 1 on rank 0" in buckets_differ
         assert equal == ""
-
-
-def _ddp_config_refused(rank: int, world_size: int) -> list[str]:
-    messages = []
-    with ExitStack() as stack:
-        parallel_megatron(stack)
-        from megatron.core.distributed import DistributedDataParallelConfig
-
-        from megatron_loco.integrations.megatron.grad_sync import GradSync
-
-        for setting in (
-            {"use_distributed_optimizer": False},
-            {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2},
-            {"use_distributed_optimizer": True, "reduce_scatter_with_fp32_accumulation": True},
-        ):
-            ddp = mock.Mock(ddp_config=DistributedDataParallelConfig(**setting))
-            with pytest.raises(ValueError) as caught:
-                GradSync().attach(ddp, LOCO)
-            messages.append(str(caught.value))
-    return messages
-
-
-def test_library_users_are_told_what_is_not_handled() -> None:
-    (messages,) = run_ranks(_ddp_config_refused, 1)
-    for message, name in zip(
-        messages,
-        ("use_distributed_optimizer", "num_distributed_optimizer_instances", "reduce_scatter_with_fp32_accumulation"),
-        strict=True,
-    ):
-        assert name in message

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_loco.collectives.placement import choose_topology
 from megatron_loco.collectives.reduce_scatter import reduce_scatter
+from megatron_loco.collectives.scratch import ScratchPool
+from megatron_loco.collectives.state import BucketState
+from megatron_loco.collectives.two_level import new_node_groups
 from megatron_loco.config import LoCoConfig
+from megatron_loco.core.exchange import plan_exchange
+from megatron_loco.core.wire import ParamSpan
 from megatron_loco.integrations.megatron.metrics import Interval, Metrics
-from tests._buckets import spans_of, state_of
+from tests._buckets import CPU, spans_of, state_of
 from tests._ranks import run_ranks
 
 NUMEL = 3 * 1024
@@ -37,6 +45,7 @@ def _intervals(rank: int, world_size: int) -> list[tuple[Interval, list[float], 
     return result
 
 
+@pytest.mark.kind(40)
 def test_figures_of_an_interval() -> None:
     world_size = 3
     ranks = run_ranks(_intervals, world_size)
@@ -54,3 +63,42 @@ def test_figures_of_an_interval() -> None:
         assert math.isclose(interval.bits_per_element, 16 * expected / interval.bf16_bytes, rel_tol=1e-12)
         assert interval.nonfinite_blocks == 0
         assert 0 < interval.relative_error < 0.2
+        assert (interval.internode_bytes, interval.bf16_internode_bytes) == (0, 0)
+
+
+def _on_two_nodes(rank: int, world_size: int) -> list[Interval]:
+    config = LoCoConfig(bits=4, block_size=32, warmup_steps=0)
+    group = dist.group.WORLD
+    assert group is not None
+    topology = choose_topology([0, 0, 1, 1], "two-level")
+    groups = new_node_groups(topology, group)
+    intervals = []
+    for two_level in (False, True):
+        spans = [ParamSpan(0, NUMEL, False)]
+        exchange = plan_exchange(
+            NUMEL, topology.nodes, spans, two_level=two_level, bits=4, block_size=32, exact_itemsize=4
+        )
+        state = BucketState("bucket", exchange.layout(rank), config, CPU, ScratchPool(CPU), exchange)
+        metrics = Metrics([state])
+        for _ in range(2):
+            output = torch.empty(NUMEL // world_size)
+            reduce_scatter(output, torch.ones(NUMEL), state, op=dist.ReduceOp.SUM, group=group, node_groups=groups)
+        intervals.append(metrics.interval(2))
+    return intervals
+
+
+def test_bytes_to_other_nodes() -> None:
+    flat, two_levels = run_ranks(_on_two_nodes, 4)[0]
+    # 4 bits and a scale of 32 bits per 32 elements: 5 bits. Flat sends 3/4 of them, 2/4 to other nodes; in two levels
+    # half of the fp32 bucket stays inside the node, and half of 5 bits of each partial sum, of which it has half, goes.
+    payload = NUMEL * 5 / 8
+    assert (flat.wire_bytes, flat.internode_bytes) == (payload * 3 / 4, payload / 2)
+    assert (two_levels.wire_bytes, two_levels.internode_bytes) == (NUMEL * 4 / 2 + payload / 4, payload / 4)
+    for interval in (flat, two_levels):
+        # How far values are compressed does not depend on the hops; a ring in bf16 crosses 2 of its 4 links.
+        assert interval.bits_per_element == 5
+        assert interval.bf16_internode_bytes == interval.bf16_bytes / 2 == NUMEL * 2 * 3 / 4 / 2
+        assert interval.scalars()["loco/internode-bytes-per-step"] == interval.internode_bytes
+    million = replace(two_levels, internode_bytes=250000.0, bf16_internode_bytes=1e6)
+    assert " | of it to other nodes: 0.250 | bf16 ring: 1.000 | bits per element: 5.00 | " in million.line(1, 2)
+    assert "other nodes" not in replace(million, bf16_internode_bytes=0.0).line(1, 2)

@@ -23,6 +23,7 @@ def _assert_trains(run: Run, stock: Run) -> None:
         assert abs(loss - reference[iteration]) < 0.25 * fall, (iteration, loss, reference[iteration])
 
 
+@pytest.mark.kind(26)
 def test_off_identity_and_overlap(tmp_path: Path) -> None:
     iterations = 20
     stock = train(tmp_path / "stock", entry=STOCK, iterations=iterations)
@@ -49,6 +50,7 @@ def test_off_identity_and_overlap(tmp_path: Path) -> None:
     assert 4.125 < loco.scalars[BITS][3] < 4.3
 
 
+@pytest.mark.kind(12)
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
@@ -87,14 +89,17 @@ def test_resume_of_the_plain_checkpoint(tmp_path: Path) -> None:
 
     process = launch(tmp_path / "loco", *LOCO, *loading, *embeddings, num_ranks=4)
     assert process.returncode == 0, process.stdout[-6000:]
-    assert process.stdout.count("checkpoints do not hold the error state yet; resumed at iteration 5") == 1
+    # Exact values leave no error to go on with, and no need for another warm-up.
+    assert process.stdout.count("zero error, and step 4 of its own counter: the checkpoint has another layout") == 1
+    assert "(--loco-bits 32 -> 4)" in process.stdout
     loco = Run.read(tmp_path / "loco")
-    assert loco.scalars[RELATIVE_ERROR][6] == 0
-    assert loco.scalars[RELATIVE_ERROR][7] > 0
+    assert loco.scalars["lm loss"][5] == straight.scalars["lm loss"][5]
+    assert loco.scalars[RELATIVE_ERROR][5] > 0
 
 
 def test_bad_flags_stop_before_any_work(tmp_path: Path) -> None:
-    process = launch(tmp_path / "bad", "--loco-bits", "4", "--calculate-per-token-loss", num_ranks=1)
+    flags = ("--loco-bits", "4", "--calculate-per-token-loss", "--overlap-grad-reduce")
+    process = launch(tmp_path / "bad", *flags, num_ranks=1)
     assert process.returncode != 0
-    assert "--calculate-per-token-loss: the error state does not follow the token count yet" in process.stdout
+    assert "--calculate-per-token-loss: gradients are sums over tokens" in process.stdout
     assert "building GPT model" not in process.stdout
