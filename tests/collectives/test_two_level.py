@@ -447,9 +447,10 @@ def _refusals(group: dist.ProcessGroup) -> None:
     refused("grad must be torch.float32", input=torch.ones(numel, dtype=torch.int32))
     refused("grad has 2-byte elements", input=torch.ones(numel, dtype=torch.bfloat16))
     refused("output must have shape", output=torch.ones(numel // 2))
-    allocations = scratch.num_allocations
+    assert scratch.num_allocations == 0  # what is refused takes no memory
     with mock.patch.object(dist, "reduce_scatter_tensor", side_effect=RuntimeError("the link inside the node")):
         refused("the link inside the node", RuntimeError)
+    allocations = scratch.num_allocations
     with (
         mock.patch.object(dist, "all_to_all_single", side_effect=RuntimeError("the network")),
         pytest.raises(RuntimeError, match="the network"),

@@ -102,7 +102,6 @@ def _disagreements(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 @pytest.mark.kind(21)
-@pytest.mark.kind(21)
 def test_ranks_that_differ_stop_on_all_ranks(ranks: RankPool) -> None:
     for messages in ranks.run(_disagreements, NUM_RANKS):
         assert messages.pop("equal") == ""
@@ -217,7 +216,6 @@ def _broken(group: dist.ProcessGroup, name: str) -> dict[str, str]:
 
 
 @pytest.mark.kind(35)
-@pytest.mark.kind(35)
 def test_a_back_end_that_does_not_average_is_refused_where_it_matters(ranks: RankPool) -> None:
     for rank, outcome in enumerate(ranks.run(_broken, NUM_RANKS, "reduce_scatter_tensor")):
         assert outcome["False"] == ""
@@ -272,7 +270,6 @@ def _with_sleeps(group: dist.ProcessGroup, seed: int | None) -> dict[str, list[T
     return result
 
 
-@pytest.mark.kind(36)
 @pytest.mark.kind(36)
 def test_results_do_not_depend_on_timing(ranks: RankPool) -> None:
     punctual = ranks.run(_with_sleeps, NUM_RANKS, None)
@@ -359,7 +356,6 @@ def _refused_on_one(group: dist.ProcessGroup) -> str:
         return _stopped_by(lambda: GradSync().attach(ddp, LOCO))
 
 
-@pytest.mark.kind(21)
 @pytest.mark.kind(21)
 def test_a_refusal_on_one_rank_does_not_leave_the_others_waiting(ranks: RankPool) -> None:
     for message in ranks.run(_refused_on_one, NUM_RANKS):

@@ -110,7 +110,6 @@ def _embeddings(group: dist.ProcessGroup, gpt: Gpt, num_steps: int) -> list[Tens
 
 
 @pytest.mark.kind(12)
-@pytest.mark.kind(12)
 def test_tied_embeddings_stay_equal_on_both_stages(ranks: RankPool) -> None:
     first, *others = ranks.run(_embeddings, NUM_RANKS, Gpt(pipeline=2, tied=True, overlap=True), 20)
     for copies in others:
@@ -126,7 +125,6 @@ def _first_gradients(group: dist.ProcessGroup, gpt: Gpt, loco: LoCoConfig) -> di
         return _run(gpt, loco, 1)[0]
 
 
-@pytest.mark.kind(20)
 @pytest.mark.kind(20)
 @pytest.mark.parametrize("average", [False, True])
 def test_expert_parallelism_does_not_change_the_gradients(ranks: RankPool, average: bool) -> None:
@@ -346,7 +344,6 @@ def _whole(ddp: Any) -> Tensor:
 
 
 @pytest.mark.kind(29)
-@pytest.mark.kind(29)
 def test_parameters_that_are_not_always_used(ranks: RankPool) -> None:
     for result in ranks.run(_unused, NUM_RANKS, False):
         for step in range(4):
@@ -356,7 +353,6 @@ def test_parameters_that_are_not_always_used(ranks: RankPool) -> None:
             assert result[f"never loco {step}"] == 0
 
 
-@pytest.mark.kind(29)
 @pytest.mark.kind(29)
 def test_overlap_still_says_that_a_parameter_had_no_gradient(ranks: RankPool) -> None:
     for result in ranks.run(_unused, NUM_RANKS, True):
