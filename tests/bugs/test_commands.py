@@ -122,7 +122,8 @@ def test_every_configuration_trains(config: Path, ranks: list[list[str]], data: 
 @pytest.mark.kind(25)
 def test_every_command_of_the_readme_is_known() -> None:
     assert len(TRAINING) >= 3
-    known = (STARTS, "python -m megatron_loco.bench.wire", "python -m megatron_loco.launch.report")
+    measurements = ("python -m megatron_loco.bench.wire", "python -m megatron_loco.bench.topology")
+    known = (STARTS, *measurements, "python -m megatron_loco.launch.report")
     unknown = [command for command in COMMANDS if not any(part in command for part in known)]
     assert not unknown, "start them here, or say in ELSEWHERE who does"
 
