@@ -100,7 +100,6 @@ def reduce_scatter(
             encoded,
             state.error,
             layout,
-            range(layout.world_size),
             send,
             step=state.step,
             beta=state.config.beta,

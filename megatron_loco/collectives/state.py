@@ -93,7 +93,7 @@ class BucketState:
         self._can_discard = False
 
     def _no_error(self, device: torch.device) -> ErrorState:
-        return ErrorState.zeros(self.layout.num_blocks, self.layout.block_size, device, self.config.error_bits)
+        return ErrorState.zeros(self.layout.error_rows, self.layout.block_size, device, self.config.error_bits)
 
     def begin_step(self, unit: Tensor | None = None) -> None:
         """Prepare for a reduction: keep what :meth:`discard` needs, and bring the error to the unit of the gradients.

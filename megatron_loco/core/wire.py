@@ -53,7 +53,10 @@ class BlockRun:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """One shard and the payload that every rank sends to its owner. Offsets are bytes from the payload's start."""
+    """One shard, or in a chunk a part of it, and the payload that every rank sends to its owner.
+
+    Offsets are bytes from the payload's start; elements are those of the bucket.
+    """
 
     start: int
     stop: int
@@ -74,7 +77,18 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Layout of all shards of a bucket; see :func:`bucket_layout`."""
+    """Layout of all shards of a bucket (:func:`bucket_layout`), or of one chunk of them
+    (:func:`megatron_loco.core.chunks.split_layout`).
+
+    Attributes:
+        numel: Elements of the whole bucket.
+        world_size: Ranks of the group.
+        bits: Width of a code.
+        block_size: Elements that share a scale.
+        exact_itemsize: Bytes of an element that travels unquantised.
+        shards: What each rank owns of the bucket or of the chunk.
+        error_rows: Blocks of the whole bucket: the rows of its error state.
+    """
 
     numel: int
     world_size: int
@@ -82,6 +96,7 @@ class BucketLayout:
     block_size: int
     exact_itemsize: int
     shards: tuple[ShardLayout, ...]
+    error_rows: int
 
     @property
     def code_block_bytes(self) -> int:
@@ -90,8 +105,13 @@ class BucketLayout:
 
     @cached_property
     def num_blocks(self) -> int:
-        """Blocks of the whole bucket: the rows of the error state."""
+        """Blocks of all shards together."""
         return sum(shard.num_blocks for shard in self.shards)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of the bucket that a rank owns; the shard of ``rank`` starts at ``rank * shard_numel``."""
+        return self.numel // self.world_size
 
     @cached_property
     def send_splits(self) -> list[int]:
@@ -173,7 +193,7 @@ def bucket_layout(
         )
         shards.append(shard)
         first_block += shard.num_blocks
-    return BucketLayout(numel, world_size, bits, block_size, exact_itemsize, tuple(shards))
+    return BucketLayout(numel, world_size, bits, block_size, exact_itemsize, tuple(shards), first_block)
 
 
 def node_spans(
@@ -232,8 +252,30 @@ def _shard_layout(
         for span in spans
         if span.start < stop and span.stop > start
     ]
-    runs = _block_runs([p for p in pieces if not p.exact], first_block, block_size)
-    exact = tuple((p.start, p.stop) for p in pieces if p.exact)
+    return place_regions(
+        start,
+        stop,
+        _block_runs([p for p in pieces if not p.exact], first_block, block_size),
+        tuple((p.start, p.stop) for p in pieces if p.exact),
+        _gaps(start, stop, pieces),
+        first_block,
+        code_block_bytes=code_block_bytes,
+        exact_itemsize=exact_itemsize,
+    )
+
+
+def place_regions(
+    start: int,
+    stop: int,
+    runs: tuple[BlockRun, ...],
+    exact: tuple[tuple[int, int], ...],
+    padding: tuple[tuple[int, int], ...],
+    first_block: int,
+    *,
+    code_block_bytes: int,
+    exact_itemsize: int,
+) -> ShardLayout:
+    """Lay out the payload of elements ``start`` to ``stop - 1``, which ``runs``, ``exact`` and ``padding`` make up."""
     num_blocks = sum(run.num_blocks for run in runs)
     scales_offset = _align(num_blocks * code_block_bytes)
     exact_offset = _align(scales_offset + num_blocks * SCALE_BYTES)
@@ -243,7 +285,7 @@ def _shard_layout(
         stop=stop,
         runs=runs,
         exact=exact,
-        padding=_gaps(start, stop, pieces),
+        padding=padding,
         first_block=first_block,
         num_blocks=num_blocks,
         scales_offset=scales_offset,

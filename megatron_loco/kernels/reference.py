@@ -30,6 +30,7 @@ from megatron_loco.core.error_feedback import (
 from megatron_loco.core.quantize import dequantize_blocks, pack_codes, quantize_wire, unpack_codes
 from megatron_loco.core.wire import SCALE_BYTES, BlockRun, BucketLayout, ShardLayout
 from megatron_loco.kernels.schema import Statistics
+from megatron_loco.kernels.tables import payload_gaps
 
 PIECE_ELEMENTS = 2**18
 """Elements worked on at a time: fp32 temporaries of 1 MiB stay in a core's L2 cache."""
@@ -45,7 +46,6 @@ class ReferenceBackend:
         grad: Tensor,
         error: ErrorState,
         layout: BucketLayout,
-        shards: Sequence[int],
         send: Tensor,
         *,
         step: int,
@@ -55,19 +55,18 @@ class ReferenceBackend:
         fixed_scale: Tensor | None = None,
     ) -> None:
         """Write payloads and update the error; arguments as in :meth:`Backend.encode`."""
-        offsets = layout.send_offsets
-        for index in shards:
-            shard = layout.shards[index]
+        for shard, offset in zip(layout.shards, layout.send_offsets, strict=True):
             if not shard.payload_bytes:  # padding alone, as behind a small bucket of a large group
                 continue
-            payload = send[offsets[index] : offsets[index] + shard.payload_bytes]
+            payload = send[offset : offset + shard.payload_bytes]
             codes, scales = _code_views(payload[None], layout, shard)
             for run in _pieces(shard.runs, layout.block_size):
                 rows = slice(run.first_block - shard.first_block, run.first_block - shard.first_block + run.num_blocks)
                 packed, run_scales = _encode_run(grad, error, layout, run, step, beta, reset, statistics, fixed_scale)
                 codes[0, rows] = packed
                 scales[0, rows] = run_scales
-            _zero_gaps(payload, layout, shard)
+            for start, stop in payload_gaps(layout, shard):
+                payload[start:stop] = 0
             exact = _exact_view(payload[None], shard, grad.dtype)
             if shard.exact:
                 torch.cat([grad[a:b] for a, b in shard.exact], out=exact[0])
@@ -75,8 +74,10 @@ class ReferenceBackend:
     def decode_sum(self, recv: Tensor, layout: BucketLayout, rank: int, output: Tensor, *, divisor: int) -> None:
         """Sum what arrived; arguments as in :meth:`Backend.decode_sum`."""
         shard = layout.shards[rank]
+        origin = rank * layout.shard_numel
+        for start, stop in shard.padding:
+            output[start - origin : stop - origin].zero_()
         if not shard.payload_bytes:
-            output.zero_()
             return
         payloads = recv.view(layout.world_size, shard.payload_bytes)
         codes, scales = _code_views(payloads, layout, shard)
@@ -86,7 +87,8 @@ class ReferenceBackend:
                 dequantize_blocks(unpack_codes(codes[source, rows], layout.bits), scales[source, rows])
                 for source in range(layout.world_size)
             )
-            _write(output, shard, run.start, run.stop, total.view(-1)[: run.stop - run.start], divisor)
+            total = total.view(-1)[: run.stop - run.start]
+            _write(output[run.start - origin : run.stop - origin], total, divisor)
         exact = _exact_view(payloads, shard, output.dtype)
         taken = 0
         for start, stop in shard.exact:
@@ -94,9 +96,7 @@ class ReferenceBackend:
                 exact[source, taken : taken + stop - start].to(torch.float32) for source in range(layout.world_size)
             )
             taken += stop - start
-            _write(output, shard, start, stop, total, divisor)
-        for start, stop in shard.padding:
-            output[start - shard.start : stop - shard.start].zero_()
+            _write(output[start - origin : stop - origin], total, divisor)
 
 
 def _sum_in_order(pieces: Iterator[Tensor]) -> Tensor:
@@ -166,19 +166,8 @@ def _exact_view(payloads: Tensor, shard: ShardLayout, dtype: torch.dtype) -> Ten
     return payloads[:, shard.exact_offset : shard.exact_offset + num_bytes].view(dtype)
 
 
-def _zero_gaps(payload: Tensor, layout: BucketLayout, shard: ShardLayout) -> None:
-    # Bytes between the regions: defined, so that equal gradients give equal payloads.
-    exact_end = shard.exact_offset + shard.num_exact * layout.exact_itemsize
-    for start, stop in (
-        (shard.num_blocks * layout.code_block_bytes, shard.scales_offset),
-        (shard.scales_offset + shard.num_blocks * SCALE_BYTES, shard.exact_offset),
-        (exact_end, shard.payload_bytes),
-    ):
-        payload[start:stop] = 0
-
-
-def _write(output: Tensor, shard: ShardLayout, start: int, stop: int, total: Tensor, divisor: int) -> None:
+def _write(output: Tensor, total: Tensor, divisor: int) -> None:
     if divisor != 1:
         # By a tensor: torch may turn a division by a Python number into a product with its rounded reciprocal.
         total = total / torch.full((), divisor, dtype=torch.float32, device=total.device)
-    output[start - shard.start : stop - shard.start] = total.to(output.dtype)
+    output.copy_(total)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -38,7 +37,6 @@ class Backend(Protocol):
         grad: Tensor,
         error: ErrorState,
         layout: BucketLayout,
-        shards: Sequence[int],
         send: Tensor,
         *,
         step: int,
@@ -47,14 +45,13 @@ class Backend(Protocol):
         statistics: Tensor,
         fixed_scale: Tensor | None = None,
     ) -> None:
-        """Write the payloads of ``shards`` and update the error of their blocks.
+        """Write the payloads of all shards and update the error of their blocks.
 
         Args:
             grad: The bucket, shape ``[layout.numel]``, contiguous; not written.
             error: Error state of the whole bucket, updated in place; without error (0 bits), ``h = g``.
-            layout: Byte layout.
-            shards: Which destinations to encode; a subset lets the caller send early.
-            send: uint8, shape ``[layout.send_bytes]``; only the payloads of ``shards`` are written, every byte of them.
+            layout: Byte layout of the bucket or of a chunk of it; only the chunk's part of the error is touched.
+            send: uint8, shape ``[layout.send_bytes]``; every byte is written.
             step: Optimizer step, for the dither of the stored error.
             beta: Weight of the old error.
             reset: Whether this step sets the error to zero instead of updating it.
@@ -68,9 +65,10 @@ class Backend(Protocol):
 
         Args:
             recv: uint8, shape ``[layout.recv_bytes(rank)]``: payloads in rank order.
-            layout: Byte layout.
+            layout: Byte layout of the bucket or of a chunk of it.
             rank: Whose shard it is.
-            output: Shape ``[layout.numel / world_size]``, dtype of the bucket; every element is written.
+            output: The whole shard, shape ``[layout.shard_numel]``, dtype of the bucket; every element of the layout's
+                part of it is written (of a whole bucket: every element).
             divisor: 1 for a sum, the size of the group for an average.
         """
 
@@ -83,7 +81,7 @@ def check_encode(grad: Tensor, error: ErrorState, layout: BucketLayout, send: Te
     """
     check_gradient(grad, layout.numel)
     _check("send", send, (layout.send_bytes,), (torch.uint8,))
-    num_rows = layout.num_blocks if error.bits else 0
+    num_rows = layout.error_rows if error.bits else 0
     _check("error.codes", error.codes, (num_rows, layout.block_size), (CODE_DTYPES[error.bits],))
     _check("error.scales", error.scales, (num_rows if error.bits in (8, 16) else 0,), (torch.float32,))
     if grad.element_size() != layout.exact_itemsize:
@@ -120,7 +118,7 @@ def check_reduction(output: Tensor, grad: Tensor, numel: int, layout: BucketLayo
         raise ValueError(
             f"grad has {grad.element_size()}-byte elements, the layout was made for {layout.exact_itemsize}"
         )
-    _check("output", output, (layout.numel // layout.world_size,), (grad.dtype,))
+    _check("output", output, (layout.shard_numel,), (grad.dtype,))
 
 
 def check_decode(recv: Tensor, layout: BucketLayout, rank: int, output: Tensor) -> None:
@@ -130,7 +128,7 @@ def check_decode(recv: Tensor, layout: BucketLayout, rank: int, output: Tensor) 
         ValueError: naming the tensor and what it should be.
     """
     _check("recv", recv, (layout.recv_bytes(rank),), (torch.uint8,))
-    _check("output", output, (layout.numel // layout.world_size,), GRAD_DTYPES)
+    _check("output", output, (layout.shard_numel,), GRAD_DTYPES)
     if output.element_size() != layout.exact_itemsize:
         raise ValueError(
             f"output has {output.element_size()}-byte elements, the layout was made for {layout.exact_itemsize}"

@@ -43,7 +43,6 @@ class Ranks:
                 grad,
                 state.error,
                 self.layout,
-                range(self.layout.world_size),
                 send,
                 step=state.step,
                 beta=state.config.beta,

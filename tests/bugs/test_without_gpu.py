@@ -106,7 +106,6 @@ def test_gpu_and_cpu_give_the_same_bits(bits: int, dtype: torch.dtype) -> None:
                 grad.to(device),
                 state.error,
                 layout,
-                range(world_size),
                 send,
                 step=state.step,
                 beta=config.beta,

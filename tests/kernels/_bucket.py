@@ -38,32 +38,33 @@ class Bucket:
     ) -> Bucket:
         return cls(
             layout,
-            ErrorState.zeros(layout.num_blocks, layout.block_size, CPU, error_bits),
+            ErrorState.zeros(layout.error_rows, layout.block_size, CPU, error_bits),
             torch.zeros(layout.send_bytes, dtype=torch.uint8),
             torch.zeros(NUM_STATISTICS, dtype=torch.float64),
             None if fixed_scale is None else torch.tensor(fixed_scale),
             beta,
         )
 
-    def encode(
-        self, backend: Backend, grad: Tensor, shards: Sequence[int] | None = None, *, reset: bool = False
-    ) -> Tensor:
-        check_encode(grad, self.error, self.layout, self.send)
+    def encode(self, backend: Backend, grad: Tensor, *, reset: bool = False) -> Tensor:
+        self.encode_chunk(backend, grad, self.layout, self.send, reset=reset)
+        self.step += 1
+        return self.send
+
+    def encode_chunk(
+        self, backend: Backend, grad: Tensor, chunk: BucketLayout, send: Tensor, *, reset: bool = False
+    ) -> None:
+        check_encode(grad, self.error, chunk, send)
         backend.encode(
             grad,
             self.error,
-            self.layout,
-            range(self.layout.world_size) if shards is None else shards,
-            self.send,
+            chunk,
+            send,
             step=self.step,
             beta=self.beta,
             reset=reset,
             statistics=self.statistics,
             fixed_scale=self.fixed_scale,
         )
-        if shards is None:
-            self.step += 1
-        return self.send
 
     def payload(self, rank: int) -> Tensor:
         start = self.layout.send_offsets[rank]

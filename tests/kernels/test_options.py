@@ -118,7 +118,7 @@ def test_nothing_outside_is_read_or_written(
     # As in test_reference.py: a partial block with rubbish behind it; here in bf16, without exact elements.
     backend, total = backend_class(), numel + 11
     layout = layout_of(total, 1, [ParamSpan(0, numel, False)], LoCoConfig(bits=bits, block_size=32), torch.bfloat16)
-    empty = ErrorState.zeros(layout.num_blocks, 32, CPU, error_bits)
+    empty = ErrorState.zeros(layout.error_rows, 32, CPU, error_bits)
     results = []
     for fill, byte in ((math.nan, 0xFF), (0.0, 0x00)):
         grad = Arena(total, torch.bfloat16, fill)

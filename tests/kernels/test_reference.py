@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_loco.config import LoCoConfig
+from megatron_loco.core.chunks import split_layout
 from megatron_loco.core.error_feedback import ErrorState
 from megatron_loco.core.quantize import quantize_blocks
 from megatron_loco.core.wire import BucketLayout, ParamSpan
@@ -96,7 +97,6 @@ def test_nothing_outside_is_read_or_written(
                 grad.inside,
                 error,
                 layout,
-                [0],
                 send.inside,
                 step=step,
                 beta=BETA,
@@ -133,30 +133,36 @@ def test_every_byte_of_the_payload_is_written(backend_class: Callable[[], Backen
 
 
 @pytest.mark.parametrize("backend_class", BACKENDS)
-def test_subsets_of_shards_in_any_order_equal_all_at_once(backend_class: Callable[[], Backend]) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_chunks", [2, 3, 40])
+def test_chunks_in_any_order_equal_the_whole_bucket(
+    backend_class: Callable[[], Backend], dtype: torch.dtype, num_chunks: int
+) -> None:
     backend = backend_class()
     numel, world_size = 1021 * 4, 4
-    layout = layout_of(numel, world_size, spans_of(numel), LoCoConfig(bits=4, block_size=32))
-    grads = [gradients(numel, torch.float32, seed=step) for step in range(3)]
-    whole = Bucket.fresh(layout)
-    for grad in grads:
+    layout = layout_of(numel, world_size, spans_of(numel), LoCoConfig(bits=4, block_size=32), dtype)
+    chunks = split_layout(layout, num_chunks)
+    sends = [torch.full((chunk.send_bytes,), 0xAA, dtype=torch.uint8) for chunk in chunks]
+    whole, parts = Bucket.fresh(layout), Bucket.fresh(layout)
+    for step in range(3):
+        grad = gradients(numel, dtype, seed=step)
         whole.encode(backend, grad)
-    for order in ([[3], [1], [0, 2]], [[2, 0, 3, 1]], [[0], [], [3, 2, 1]]):
-        parts = Bucket.fresh(layout)
-        for grad in grads:
-            for shards in order:
-                before = parts.send.clone()
-                parts.encode(backend, grad, shards)
-                for rank in set(range(world_size)) - set(shards):
-                    start = layout.send_offsets[rank]
-                    stop = start + layout.send_splits[rank]
-                    assert torch.equal(parts.send[start:stop], before[start:stop])
-            parts.step += 1
-        assert torch.equal(parts.send, whole.send)
-        assert torch.equal(parts.error.codes, whole.error.codes)
-        assert torch.equal(parts.error.scales, whole.error.scales)
-        # Sums of the same fp64 terms in another order: 24 additions of positive terms, 2^-53 each.
-        torch.testing.assert_close(parts.statistics, whole.statistics, rtol=100 * 2**-53, atol=0.0)
+        for index in torch.randperm(num_chunks, generator=torch.Generator().manual_seed(step)).tolist():
+            parts.encode_chunk(backend, grad, chunks[index], sends[index])
+        parts.step += 1
+    assert torch.equal(parts.error.codes, whole.error.codes)
+    assert torch.equal(parts.error.scales, whole.error.scales)
+    # Sums of the same positive terms in another order: fp64 (or fp32 inside a block, which is not cut) of few terms.
+    torch.testing.assert_close(parts.statistics, whole.statistics, rtol=1000 * 2**-53, atol=0.0)
+    for rank in range(world_size):
+        expected = decode(backend, [whole] * world_size, rank, dtype)
+        output = torch.full((layout.shard_numel,), math.nan, dtype=dtype)
+        for chunk, send in zip(chunks, sends, strict=True):
+            payload = send[chunk.send_offsets[rank] :][: chunk.send_splits[rank]]
+            recv = payload.repeat(world_size)
+            check_decode(recv, chunk, rank, output)
+            backend.decode_sum(recv, chunk, rank, output, divisor=1)
+        assert torch.equal(output.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("piece_elements", [1, 32, 100, 64 * 7])
