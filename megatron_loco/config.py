@@ -125,6 +125,11 @@ class LoCoConfig:
         "with zero error. 'never': always with zero error, for instance if the saved one is damaged.",
         choices=LOAD_ERROR,
     )
+    chunk_bytes: int = _knob(
+        0,
+        help="About how many bytes a rank sends in one all-to-all: a larger bucket travels in chunks, encoded and "
+        "decoded while others are on their way. Changes no result. 0 = what was measured to be fastest for the device.",
+    )
     backend: str = _knob(
         "auto",
         help="Implementation of encode and decode: 'auto' or 'reference' (plain PyTorch).",
@@ -147,7 +152,7 @@ class LoCoConfig:
             raise ValueError(
                 f"--loco-beta must be a number with 0 <= beta < 1, got {self.beta!r}; no feedback at all: error_bits 0"
             )
-        for name in ("reset_interval", "warmup_steps", "min_bucket_numel", "ranks_per_node"):
+        for name in ("reset_interval", "warmup_steps", "min_bucket_numel", "ranks_per_node", "chunk_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{flag(name)} must not be negative, got {getattr(self, name)}")
         for f in dataclasses.fields(self):

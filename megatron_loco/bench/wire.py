@@ -44,6 +44,7 @@ from megatron_loco.bench.namespaces import (
 )
 from megatron_loco.collectives.placement import FLAT, TWO_LEVEL, Topology, choose_topology
 from megatron_loco.collectives.reduce_scatter import reduce_scatter
+from megatron_loco.collectives.schedule import chunk_bytes
 from megatron_loco.collectives.scratch import ScratchPool
 from megatron_loco.collectives.state import BucketState
 from megatron_loco.collectives.two_level import new_node_groups
@@ -114,6 +115,7 @@ def measure(rank: int, topology: Topology, folder: str, config: LoCoConfig) -> N
             bits=config.bits,
             block_size=config.block_size,
             exact_itemsize=dtype.itemsize,
+            chunk_bytes=chunk_bytes(config, device),
         )
         state = BucketState("layer", exchange.layout(rank), config, device, ScratchPool(device), exchange)
 

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_loco.collectives.schedule import decode_stream
 from megatron_loco.collectives.state import BucketState
 from megatron_loco.collectives.two_level import NodeGroups, reduce_inside_node
-from megatron_loco.collectives.work import Work
+from megatron_loco.collectives.work import StreamWork, Work
 from megatron_loco.kernels.schema import check_decode, check_encode, check_reduction
 
 
@@ -34,8 +35,12 @@ def reduce_scatter(
     1. In the warm-up, and in a group of one rank, call ``exact``.
     2. In a two-level exchange, reduce inside the node exactly; the rest is about its partial sums, between nodes.
     3. Encode: add the stored error, quantise, pack one payload per destination, update the error.
-    4. Exchange the payloads by one all-to-all.
+    4. Exchange the payloads by an all-to-all.
     5. Decode what arrived, sum in fp32 in rank order, divide for an average, round to the dtype of ``output``.
+
+    Steps 3 to 5 are done in chunks of the bucket (:mod:`megatron_loco.core.chunks`): while one is on its way, the next
+    is encoded, and the one before decoded. On an accelerator a stream of its own decodes (4 and 5 need no wait then);
+    elsewhere ``wait()`` does.
 
     Encoding is done when the call returns, so ``input`` may be overwritten then (``output`` may be a view of it). On an
     accelerator that means in the order of the current stream, which so waits for step 2, but not for step 4.
@@ -56,7 +61,7 @@ def reduce_scatter(
         node_groups: Parts of ``group``, for a two-level exchange; a flat one does not use them.
 
     Returns:
-        With ``async_op`` a :class:`Work`, else ``None``; in step 1 whatever ``exact`` returns.
+        With ``async_op`` a :class:`Work` or :class:`StreamWork`, else ``None``; in step 1 whatever ``exact`` returns.
 
     Raises:
         ValueError: ``op``, a shape, a dtype or the size of a group does not fit.
@@ -76,7 +81,6 @@ def reduce_scatter(
                 f"between nodes, got {node_groups and node_groups.sizes}"
             )
         peers = node_groups.between_nodes
-    rank = peers.rank()
     bf16_cost = exchange.ring_cost(torch.bfloat16.itemsize)
     if state.in_warmup or group.size() == 1:
         state.begin_step(unit)
@@ -85,56 +89,91 @@ def reduce_scatter(
         state.traffic.add(exchange.ring_cost(input.element_size()), bf16_cost, compressed=False)
         return exact(output, input, op=op, group=group, async_op=async_op)
 
-    scratch = state.scratch
-    send, recv = scratch.take(layout.send_bytes), scratch.take(layout.recv_bytes(rank))
-    partial_sums = scratch.take(layout.numel * input.element_size()) if exchange.is_two_level else None
-    try:
-        encoded = input if partial_sums is None else partial_sums.view(input.dtype)
-        check_encode(encoded, state.error, layout, send)
-        check_decode(recv, layout, rank, output)
-        if node_groups is not None and exchange.is_two_level:
-            reduce_inside_node(encoded, input, layout.world_size, op=op, group=node_groups.inside_node)
-        state.begin_step(unit)
-        state.statistics.zero_()
-        state.backend.encode(
-            encoded,
-            state.error,
-            layout,
-            send,
-            step=state.step,
-            beta=state.config.beta,
-            reset=state.resets_now,
-            statistics=state.statistics,
-            fixed_scale=state.fixed_scale,
-        )
-        state.end_step()
-        transfer = dist.all_to_all_single(
-            recv,
-            send,
-            output_split_sizes=[layout.shards[rank].payload_bytes] * layout.world_size,
-            input_split_sizes=layout.send_splits,
-            group=peers,
-            async_op=True,
-        )
-    except BaseException:
-        scratch.give_back(send)
-        scratch.give_back(recv)
-        raise
-    finally:
-        if partial_sums is not None:
-            scratch.give_back(partial_sums)
-    assert transfer is not None  # async_op, and this rank belongs to the group
-    state.traffic.add(exchange.cost, bf16_cost, compressed=True)
     divisor = layout.world_size if op == dist.ReduceOp.AVG else 1
-
-    @torch.no_grad()
-    def finish() -> None:
-        state.backend.decode_sum(recv, layout, rank, output, divisor=divisor)
-        scratch.give_back(send)
-        scratch.give_back(recv)
-
-    work = Work(transfer, finish)
+    work = _exchange_chunks(
+        output, input, state, op=op, peers=peers, divisor=divisor, unit=unit, node_groups=node_groups
+    )
+    state.traffic.add(exchange.cost, bf16_cost, compressed=True)
     if async_op:
         return work
     work.wait()
     return None
+
+
+def _exchange_chunks(
+    output: Tensor,
+    input: Tensor,
+    state: BucketState,
+    *,
+    op: Any,
+    peers: dist.ProcessGroup,
+    divisor: int,
+    unit: Tensor | None,
+    node_groups: NodeGroups | None,
+) -> Work | StreamWork:
+    layout, chunks, rank = state.layout, state.chunks, peers.rank()
+    scratch = state.scratch
+    send_bytes, recv_bytes, *partial_bytes = state.scratch_bytes(rank)
+    send, recv = scratch.take(send_bytes), scratch.take(recv_bytes)
+    sends = send.split([chunk.send_bytes for chunk in chunks])
+    recvs = recv.split([chunk.recv_bytes(rank) for chunk in chunks])
+    partial_sums = scratch.take(partial_bytes[0]) if partial_bytes else None
+    transfers: list[Any] = []
+
+    @torch.no_grad()
+    def decode(index: int) -> None:
+        state.backend.decode_sum(recvs[index], chunks[index], rank, output, divisor=divisor)
+
+    def finish() -> None:
+        scratch.give_back(send)
+        scratch.give_back(recv)
+
+    try:
+        encoded = input if partial_sums is None else partial_sums.view(input.dtype)
+        for chunk, chunk_send, chunk_recv in zip(chunks, sends, recvs, strict=True):
+            check_encode(encoded, state.error, chunk, chunk_send)
+            check_decode(chunk_recv, chunk, rank, output)
+        if node_groups is not None and partial_sums is not None:
+            reduce_inside_node(encoded, input, layout.world_size, op=op, group=node_groups.inside_node)
+        state.begin_step(unit)
+        state.statistics.zero_()
+        for chunk, chunk_send, chunk_recv in zip(chunks, sends, recvs, strict=True):
+            state.backend.encode(
+                encoded,
+                state.error,
+                chunk,
+                chunk_send,
+                step=state.step,
+                beta=state.config.beta,
+                reset=state.resets_now,
+                statistics=state.statistics,
+                fixed_scale=state.fixed_scale,
+            )
+            transfer = dist.all_to_all_single(
+                chunk_recv,
+                chunk_send,
+                output_split_sizes=[chunk.shards[rank].payload_bytes] * chunk.world_size,
+                input_split_sizes=chunk.send_splits,
+                group=peers,
+                async_op=True,
+            )
+            assert transfer is not None  # async_op, and this rank belongs to the group
+            transfers.append(transfer)
+        state.end_step()
+    except BaseException:
+        if not transfers:  # else what is on its way may still write there
+            finish()
+        raise
+    finally:
+        if partial_sums is not None:
+            scratch.give_back(partial_sums)
+    if not output.is_cuda:
+        return Work(transfers, decode, finish)
+    stream = decode_stream(output.device)
+    with torch.cuda.stream(stream):
+        for index, transfer in enumerate(transfers):
+            transfer.wait()  # the stream, not the CPU
+            decode(index)
+        done = torch.cuda.Event()
+        done.record(stream)
+    return StreamWork(done, finish)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_loco.collectives.schedule import chunk_bytes
 from megatron_loco.collectives.scratch import ScratchPool
 from megatron_loco.config import LoCoConfig
+from megatron_loco.core.chunks import split_layout
 from megatron_loco.core.error_feedback import ErrorState, reset_error
 from megatron_loco.core.exchange import Cost, Exchange, flat_exchange
 from megatron_loco.core.quantize import fixed_scale
@@ -77,7 +79,9 @@ class BucketState:
     ) -> None:
         self.name = name
         self.layout = layout
-        self.exchange = exchange or flat_exchange(layout)
+        self.exchange = exchange or flat_exchange(layout, chunk_bytes=chunk_bytes(config, device))
+        self.chunks = split_layout(layout, self.exchange.num_chunks)
+        """What is encoded, sent and decoded one after the other; together the layout."""
         self.config = config
         self.scratch = scratch
         self.backend = select_backend(config.backend, device)
@@ -94,6 +98,13 @@ class BucketState:
 
     def _no_error(self, device: torch.device) -> ErrorState:
         return ErrorState.zeros(self.layout.error_rows, self.layout.block_size, device, self.config.error_bits)
+
+    def scratch_bytes(self, rank: int) -> list[int]:
+        """Sizes of the buffers that one compressed reduction takes from the pool on ``rank`` of those that exchange."""
+        sizes = [sum(chunk.send_bytes for chunk in self.chunks), sum(chunk.recv_bytes(rank) for chunk in self.chunks)]
+        if self.exchange.is_two_level:
+            sizes.append(self.layout.numel * self.layout.exact_itemsize)
+        return sizes
 
     def begin_step(self, unit: Tensor | None = None) -> None:
         """Prepare for a reduction: keep what :meth:`discard` needs, and bring the error to the unit of the gradients.

@@ -1,9 +1,11 @@
-"""Handle of a collective whose result needs a computation after the transfer."""
+"""Handles of collectives whose results need a computation after the transfer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+import torch
 
 
 class Transfer(Protocol):
@@ -17,26 +19,59 @@ class Transfer(Protocol):
 
 
 class Work:
-    """A transfer and what remains to be computed from it; the result exists after :meth:`wait`.
+    """Transfers, and what remains to be computed from each; the result exists after :meth:`wait`.
 
     Args:
-        transfer: The asynchronous collective.
-        finish: Called once, by the first :meth:`wait`, after the transfer.
+        transfers: Asynchronous collectives, in the order in which they were started.
+        decode: Called with the index of each transfer, once and in order, after it.
+        finish: Called once, after everything.
     """
 
-    def __init__(self, transfer: Transfer, finish: Callable[[], None]) -> None:
-        self._transfer = transfer
-        self._finish: Callable[[], None] | None = finish
+    def __init__(
+        self, transfers: Sequence[Transfer], decode: Callable[[int], None], finish: Callable[[], None]
+    ) -> None:
+        self._transfers = transfers
+        self._decode = decode
+        self._finish = finish
+        self._num_decoded = 0
+        self._is_done = False
 
     def wait(self) -> None:
-        """Wait for the transfer and compute the result; later calls do nothing."""
-        if self._finish is None:
+        """Wait for each transfer and compute its part of the result while the others go on; later calls do nothing."""
+        if self._is_done:
             return
-        self._transfer.wait()
+        while self._num_decoded < len(self._transfers):
+            self._transfers[self._num_decoded].wait()
+            self._decode(self._num_decoded)
+            # Only now: after a transfer that failed there is no result, and a second wait must not say that there is.
+            self._num_decoded += 1
         self._finish()
-        # Only now: after a transfer that failed there is no result, and a second wait must not say that there is.
-        self._finish = None
+        self._is_done = True
 
     def is_completed(self) -> bool:
         """Whether the result is there, or would be without waiting for the network."""
-        return self._finish is None or self._transfer.is_completed()
+        return self._is_done or all(transfer.is_completed() for transfer in self._transfers[self._num_decoded :])
+
+
+class StreamWork:
+    """A result that is computed on a stream of its own; :meth:`wait` orders the current stream behind it.
+
+    Args:
+        done: Recorded on that stream after everything.
+        finish: Called once, by the first :meth:`wait`.
+    """
+
+    def __init__(self, done: torch.cuda.Event, finish: Callable[[], None]) -> None:
+        self._done = done
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        """Order the current stream behind the result, without blocking the CPU."""
+        torch.cuda.current_stream().wait_event(self._done)
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    def is_completed(self) -> bool:
+        """Whether the result is there."""
+        return bool(self._done.query())

@@ -12,6 +12,15 @@ from dataclasses import replace
 
 from megatron_loco.core.wire import BlockRun, BucketLayout, ShardLayout, place_regions
 
+MAX_CHUNKS = 64
+
+
+def count_chunks(layouts: Iterable[BucketLayout], chunk_bytes: int) -> int:
+    """Return how many chunks of about ``chunk_bytes`` a rank cuts its largest send buffer into, at most
+    :data:`MAX_CHUNKS`."""
+    largest = max(layout.send_bytes for layout in layouts)
+    return min(max(1, -(-largest // chunk_bytes)), MAX_CHUNKS)
+
 
 def split_layout(layout: BucketLayout, num_chunks: int) -> tuple[BucketLayout, ...]:
     """Cut a layout into chunks of about equal numbers of elements.

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_loco.core.chunks import count_chunks, split_layout
 from megatron_loco.core.wire import BucketLayout, ParamSpan, bucket_layout, node_spans
 
 
@@ -48,11 +49,13 @@ class Exchange:
         numel: Elements of the bucket, padding included.
         nodes: Node of each rank, in rank order.
         layouts: Flat: the layout of the bucket. Two-level: those of the partial sums, one per position on a node.
+        num_chunks: How many all-to-alls a layout travels in.
     """
 
     numel: int
     nodes: tuple[int, ...]
     layouts: tuple[BucketLayout, ...]
+    num_chunks: int = 1
 
     @property
     def world_size(self) -> int:
@@ -78,12 +81,20 @@ class Exchange:
         """The layout of what ``rank`` encodes and decodes."""
         return self.layouts[rank % self.inner_size]
 
+    def chunks(self, rank: int) -> tuple[BucketLayout, ...]:
+        """What ``rank`` encodes, sends and decodes one after the other; :meth:`layout` itself if it is one chunk."""
+        return self._chunks[rank % self.inner_size]
+
+    @cached_property
+    def _chunks(self) -> tuple[tuple[BucketLayout, ...], ...]:
+        return tuple(split_layout(layout, self.num_chunks) for layout in self.layouts)
+
     @cached_property
     def cost(self) -> Cost:
         """The cost of a compressed reduction."""
         itemsize = self.layouts[0].exact_itemsize
         inner = self.numel * itemsize * (self.inner_size - 1) / self.inner_size
-        between = sum(layout.wire_bytes for layout in self.layouts) / self.inner_size
+        between = sum(chunk.wire_bytes for chunks in self._chunks for chunk in chunks) / self.inner_size
         num_peers = self.world_size // self.inner_size
         return Cost(
             sent_bytes=inner + between,
@@ -96,8 +107,11 @@ class Exchange:
         # Each destination receives its payload from all ranks, and those of other nodes are what counts here.
         peers = self.nodes[position :: self.inner_size]
         on_node = Counter(peers)
-        payloads = self.layouts[position].send_splits
-        return sum(size * (len(peers) - on_node[node]) for size, node in zip(payloads, peers, strict=True)) / len(peers)
+        return sum(
+            size * (len(peers) - on_node[node])
+            for chunk in self._chunks[position]
+            for size, node in zip(chunk.send_splits, peers, strict=True)
+        ) / len(peers)
 
     def ring_cost(self, itemsize: int, *, passes: int = 1) -> Cost:
         """The cost of an exact reduction: :func:`ring_cost`."""
@@ -120,9 +134,15 @@ def ring_cost(numel: int, nodes: Sequence[int], itemsize: int, *, passes: int = 
     return Cost(sent_bytes=sent, internode_bytes=sent * links / world_size, elements=elements)
 
 
-def flat_exchange(layout: BucketLayout, nodes: Sequence[int] | None = None) -> Exchange:
-    """The flat exchange of ``layout``; without ``nodes`` all ranks count as on one node."""
-    return Exchange(layout.numel, tuple(nodes) if nodes is not None else (0,) * layout.world_size, (layout,))
+def flat_exchange(
+    layout: BucketLayout, nodes: Sequence[int] | None = None, *, chunk_bytes: int | None = None
+) -> Exchange:
+    """The flat exchange of ``layout``; without ``nodes`` all ranks count as on one node.
+
+    ``chunk_bytes`` as in :func:`plan_exchange`.
+    """
+    nodes = tuple(nodes) if nodes is not None else (0,) * layout.world_size
+    return Exchange(layout.numel, nodes, (layout,), 1 if chunk_bytes is None else count_chunks([layout], chunk_bytes))
 
 
 def plan_exchange(
@@ -134,6 +154,7 @@ def plan_exchange(
     bits: int,
     block_size: int,
     exact_itemsize: int,
+    chunk_bytes: int | None = None,
 ) -> Exchange:
     """Lay a bucket out for the ranks of a group.
 
@@ -146,6 +167,7 @@ def plan_exchange(
         bits: Width of a code.
         block_size: Elements that share a scale.
         exact_itemsize: Bytes of an element that travels unquantised.
+        chunk_bytes: About how many bytes a rank sends in one all-to-all, its own share included; default: all at once.
 
     Raises:
         ValueError: as :func:`megatron_loco.core.wire.bucket_layout`.
@@ -155,7 +177,7 @@ def plan_exchange(
     inner_size = len(nodes) // num_nodes if two_level else 1
     assert not two_level or list(nodes) == [nodes[k - k % inner_size] for k in range(len(nodes))]
     num_peers = len(nodes) // inner_size
-    layouts = (
+    layouts = tuple(
         bucket_layout(
             numel // inner_size,
             num_peers,
@@ -166,4 +188,4 @@ def plan_exchange(
         )
         for position in range(inner_size)
     )
-    return Exchange(numel, tuple(nodes), tuple(layouts))
+    return Exchange(numel, tuple(nodes), layouts, 1 if chunk_bytes is None else count_chunks(layouts, chunk_bytes))

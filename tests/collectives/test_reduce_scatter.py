@@ -141,8 +141,11 @@ def _against_model(group: dist.ProcessGroup, numel: int, config: LoCoConfig, dty
 
 
 def _all_against_model(group: dist.ProcessGroup, cases: list[tuple[Any, ...]]) -> None:
-    for numel, block_size, bits, dtype, average in cases:
-        config = LoCoConfig(bits=bits, block_size=block_size, warmup_steps=0, reset_interval=0)
+    # All at once, in few chunks, and in as many as there may be (empty ones among them): the same bits.
+    for (numel, block_size, bits, dtype, average), chunk_bytes in zip(
+        cases, itertools.cycle((0, 300, 1)), strict=False
+    ):
+        config = LoCoConfig(bits=bits, block_size=block_size, warmup_steps=0, reset_interval=0, chunk_bytes=chunk_bytes)
         _against_model(group, numel, config, dtype, AVG if average else SUM)
 
 

@@ -27,10 +27,11 @@ import torch.distributed as dist
 from megatron_loco.collectives.agreement import check_agreement, settings_facts
 from megatron_loco.collectives.placement import TWO_LEVEL, Topology, find_nodes
 from megatron_loco.collectives.reduce_scatter import reduce_scatter
+from megatron_loco.collectives.schedule import chunk_bytes
 from megatron_loco.collectives.scratch import ScratchPool
 from megatron_loco.collectives.self_check import check_collectives
 from megatron_loco.collectives.state import BucketState, Traffic
-from megatron_loco.collectives.work import Work
+from megatron_loco.collectives.work import StreamWork, Work
 from megatron_loco.config import LoCoConfig
 from megatron_loco.core.exchange import plan_exchange, ring_cost
 from megatron_loco.core.wire import ParamSpan
@@ -179,7 +180,7 @@ class GradSync:
                 else:
                     state = self._bucket_state(name, bucket, bucket_group, topology, config, attached.names)
                     # Not the state's own layout: in two levels it depends on the rank's position on its node.
-                    facts[f"layout of {name}"] = (state.exchange.numel, hash(state.exchange), state.backend.name)
+                    facts[f"layout of {name}"] = (state.exchange.numel, hash(state.exchange))
                     states.append((bucket, state))
             attached.states += [state for _, state in states]
             bucket_group.loco_states = states
@@ -226,7 +227,7 @@ class GradSync:
             node_groups = self._placement.node_groups(kwargs["group"])
             work = reduce_scatter(output, input, state, unit=unit, exact=stock, node_groups=node_groups, **kwargs)
             # An exact reduction returns what the coalescing manager gives it; the manager waits for that one itself.
-            if isinstance(work, Work):
+            if isinstance(work, Work | StreamWork):
                 dispatch.works.append(work)
             return work
 
@@ -300,6 +301,7 @@ class GradSync:
             bits=config.bits,
             block_size=config.block_size,
             exact_itemsize=grad_data.element_size(),
+            chunk_bytes=chunk_bytes(config, grad_data.device),
         )
         device = grad_data.device
         # With several optimizer instances Megatron reduces dense and expert buckets on a stream each, which are not
