@@ -14,6 +14,8 @@ REQUIRED = [
     "numpy",
     # YAML 1.2: `1e-4` is a number and `on` a string, and a duplicate key is an error.
     "ruamel.yaml",
+    # Ranks of a node that start together compile the CPU kernels once; torch needs it too.
+    "filelock",
     # Tables and progress in the launcher and the benchmarks.
     "rich",
     # Two that Megatron imports in a `try` and does not declare; without them it starts, then stops half-way:
@@ -46,7 +48,7 @@ setup(
     # megatron-core 0.19 needs 3.12 and has no wheel for 3.14.
     python_requires=">=3.12,<3.14",
     packages=find_packages(include=["megatron_loco", "megatron_loco.*"]),
-    package_data={"megatron_loco": ["py.typed"]},
+    package_data={"megatron_loco": ["py.typed"], "megatron_loco.kernels": ["*.cpp"]},
     install_requires=REQUIRED,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megatron-loco-pretrain = megatron_loco.launch.__main__:main"]},

@@ -18,7 +18,7 @@ SUPPORTED_BITS = (1, 2, 4, 8, 32)
 OFF = "off"
 """In place of a number of bits: train without LoCo."""
 
-BACKENDS = ("auto", "reference")
+BACKENDS = ("auto", "reference", "cpu", "triton")
 """Implementations of encode and decode; ``auto`` takes the fastest that the device of the gradients has."""
 
 ERROR_BITS = (0, 8, 16, 32)
@@ -132,7 +132,8 @@ class LoCoConfig:
     )
     backend: str = _knob(
         "auto",
-        help="Implementation of encode and decode: 'auto' or 'reference' (plain PyTorch).",
+        help="Implementation of encode and decode, all with the same bits: 'cpu' (compiled at first use), 'triton' (GPU), "
+        "'reference' (plain PyTorch, on both), or 'auto', the fastest for the device.",
         choices=BACKENDS,
     )
 

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from megatron_loco.core.error_feedback import ErrorState, load_error
 from megatron_loco.core.wire import BucketLayout
+from megatron_loco.kernels.cpu_backend import CpuBackend
 from megatron_loco.kernels.reference import ReferenceBackend
 from megatron_loco.kernels.schema import NUM_STATISTICS, Backend, check_decode, check_encode
 from tests._buckets import CPU
 
-BACKENDS: list[Callable[[], Backend]] = [ReferenceBackend]
+BACKENDS: list[Callable[[], Backend]] = [ReferenceBackend, CpuBackend]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BETA = 0.8
 

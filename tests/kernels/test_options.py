@@ -232,8 +232,11 @@ def test_relative_error_does_not_depend_on_the_magnitude(
 
     usual = relative_error(1.0)
     assert 0.2 < usual * max_code(bits) < 2
+    # A compiled backend may add the squares of a block in fp32 where that is safe: at most 20 roundings per lane of 4,
+    # of positive terms, in numerator and denominator; the root halves them.
+    tolerance = 1e-12 if backend_class is ReferenceBackend else 20 * 2**-24
     for exponent in (-99, -40, 13):  # powers of two change nothing but exponents
-        assert relative_error(2.0**exponent) == pytest.approx(usual, rel=1e-12)
+        assert relative_error(2.0**exponent) == pytest.approx(usual, rel=tolerance)
     for power in (-29.9, *range(-12, 5)):
         # Rounding to fp32 and to the stored error's codes moves values over a border between two codes here and there,
         # where both err by half a step; a changed code of the stored error moves one element by 1/127 of its error.
