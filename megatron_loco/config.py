@@ -132,8 +132,8 @@ class LoCoConfig:
     )
     backend: str = _knob(
         "auto",
-        help="Implementation of encode and decode, all with the same bits: 'cpu' (compiled at first use), 'triton' (GPU), "
-        "'reference' (plain PyTorch, on both), or 'auto', the fastest for the device.",
+        help="Implementation of encode and decode; all give the same bits: 'cpu' (compiled at first use), 'triton' "
+        "(GPU), 'reference' (plain PyTorch, on both), or 'auto', the fastest for the device.",
         choices=BACKENDS,
     )
 

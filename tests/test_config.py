@@ -80,6 +80,7 @@ def test_defaults() -> None:
         "rollback": "zero",
         "save_error": "always",
         "load_error": "auto",
+        "chunk_bytes": 0,
     }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
+
 import torch
 from torch import Tensor
 
@@ -23,6 +26,12 @@ class ScratchPool:
         """Memory of all buffers, free or taken."""
         self.num_allocations = 0
         """How many times memory was allocated; constant in the steady state."""
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Allocate now what it takes to lend buffers of these sizes at the same time; what is there is counted in."""
+        taken = [self.take(size) for size in sorted(sizes, reverse=True)]
+        for buffer in taken:
+            self.give_back(buffer)
 
     def take(self, num_bytes: int) -> Tensor:
         """Return a uint8 tensor of shape ``[num_bytes]`` with undefined contents.
@@ -53,3 +62,20 @@ class ScratchPool:
 
     def _remove(self, buffer: Tensor) -> None:
         self._free = [free for free in self._free if free is not buffer]
+
+
+def sizes_in_flight(groups: Sequence[Sequence[int]], at_once: int) -> list[int]:
+    """Return sizes of buffers that can serve any ``at_once`` consecutive groups of collectives at the same time.
+
+    Args:
+        groups: Sizes in bytes of all buffers that each group takes, in the order in which groups start.
+        at_once: How many groups are in flight at most.
+
+    Returns:
+        Sizes, largest first: the i-th is the largest of what is i-th largest in any such set.
+    """
+    windows = [
+        sorted((size for group in groups[first : first + at_once] for size in group), reverse=True)
+        for first in range(max(1, len(groups) - at_once + 1))
+    ]
+    return [max(sizes) for sizes in zip_longest(*windows, fillvalue=0)]

@@ -99,6 +99,11 @@ class BucketState:
     def _no_error(self, device: torch.device) -> ErrorState:
         return ErrorState.zeros(self.layout.error_rows, self.layout.block_size, device, self.config.error_bits)
 
+    @property
+    def memory_bytes(self) -> int:
+        """What the state keeps between steps: the error, and with ``rollback="restore"`` the one before it."""
+        return self.error.num_bytes + (self._previous.num_bytes if self._previous is not None else 0)
+
     def scratch_bytes(self, rank: int) -> list[int]:
         """Sizes of the buffers that one compressed reduction takes from the pool on ``rank`` of those that exchange."""
         sizes = [sum(chunk.send_bytes for chunk in self.chunks), sum(chunk.recv_bytes(rank) for chunk in self.chunks)]

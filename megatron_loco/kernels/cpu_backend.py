@@ -75,14 +75,17 @@ class CpuBackend:
 
     The number of threads is torch's (``torch.set_num_threads``, ``OMP_NUM_THREADS``), and changes no result.
 
+    Args:
+        machine_flags: What to compile for, as flags of the compiler; default: this machine.
+
     Raises:
         BuildError: the kernels cannot be compiled.
     """
 
     name = "cpu"
 
-    def __init__(self) -> None:
-        self._kernels = load_kernels()
+    def __init__(self, machine_flags: tuple[str, ...] = ()) -> None:
+        self._kernels = load_kernels(machine_flags)
         self._tables = Tables(torch.device("cpu"))
 
     def encode(

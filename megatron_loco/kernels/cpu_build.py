@@ -48,13 +48,16 @@ class BuildError(RuntimeError):
 
 
 @functools.cache
-def load_kernels() -> ctypes.CDLL:
+def load_kernels(machine_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     """Return the compiled kernels, compiling them if need be.
+
+    Args:
+        machine_flags: What to compile for; default: this machine.
 
     Raises:
         BuildError: no compiler, or it or the loading fails.
     """
-    command = _command()
+    command = [*_compiler(), *FLAGS, *(machine_flags or _machine_flags())]
     path = _cache_folder() / f"cpu_kernels-{_fingerprint(command)}.so"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,16 +71,18 @@ def load_kernels() -> ctypes.CDLL:
             f"another process has been compiling {path} for {LOCK_SECONDS:.0f} s; if there is none, delete {path}.lock"
         ) from error
     except OSError as error:
-        raise BuildError(f"cannot store or load {path}: {error}; set MEGATRON_LOCO_CACHE to a folder of yours") from error
+        raise BuildError(
+            f"cannot store or load {path}: {error}; set MEGATRON_LOCO_CACHE to a folder of yours"
+        ) from error
 
 
-def _command() -> list[str]:
+def _compiler() -> list[str]:
     given = os.environ.get("CXX")
     compiler = shlex.split(given) if given else next(([name] for name in COMPILERS if shutil.which(name)), None)
     if compiler is None or shutil.which(compiler[0]) is None:
         looked_for = f"CXX={given}" if given else ", ".join(COMPILERS)
         raise BuildError(f"no C++ compiler found ({looked_for}): {REMEDY}")
-    return [*compiler, *FLAGS, *_machine_flags()]
+    return compiler
 
 
 def _machine_flags() -> list[str]:
@@ -116,7 +121,11 @@ def _compile(command: list[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         result = Path(folder) / "kernels.so"
         done = subprocess.run(
-            [*command, "-o", str(result), str(SOURCE)], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+            [*command, "-o", str(result), str(SOURCE)],
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
         )
         if done.returncode:
             last = "\n  ".join(done.stderr.strip().splitlines()[-5:])

@@ -75,39 +75,6 @@ inline uint16_t float_to_half(float x) {
   return sign | (uint16_t)((magnitude - 0x38000000u + 0x0FFFu + (magnitude >> 13 & 1u)) >> 13);
 }
 
-inline F load_grad(const float* p) { return load<F>(p); }
-inline F load_grad(const BFloat* p) { return bits_of<F>(__builtin_convertvector(load<U16>(p), U) << 16); }
-inline F load_grad(const Half* p) {
-#if defined(__AVX512F__)
-  return (F)_mm512_cvtph_ps(load<__m256i>(p));
-#else
-  F v;
-  for (int i = 0; i < kLanes; ++i) v[i] = half_to_float(p[i].bits);
-  return v;
-#endif
-}
-inline double one(float x) { return x; }
-inline double one(BFloat x) { return bits_of<float>((uint32_t)x.bits << 16); }
-inline double one(Half x) { return half_to_float(x.bits); }
-
-inline void store_value(float* p, F v) { store(p, v); }
-inline void store_value(BFloat* p, F v) {
-  const U u = bits_of<U>(v);
-  const U rounded = (u + (0x7FFFu + (u >> 16 & 1u))) >> 16;
-  const U is_nan = (U)((u & kMagnitude) > kInfBits);
-  store(p, __builtin_convertvector((rounded & ~is_nan) | (0x7FC0u & is_nan), U16));
-}
-inline void store_value(Half* p, F v) {
-#if defined(__AVX512F__)
-  store(p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-#else
-  for (int i = 0; i < kLanes; ++i) p[i].bits = float_to_half(v[i]);
-#endif
-}
-inline float value_of(float x) { return x; }
-inline float value_of(BFloat x) { return bits_of<float>((uint32_t)x.bits << 16); }
-inline float value_of(Half x) { return half_to_float(x.bits); }
-
 // One or two vector instructions each where there are such; compilers take conversions of vectors apart.
 inline I widen(I8 v) {
 #if defined(__AVX512F__)
@@ -144,6 +111,46 @@ inline void store_low_halves(int16_t* to, I v) {
   store(to, __builtin_convertvector(v, I16));
 #endif
 }
+
+inline F load_grad(const float* p) { return load<F>(p); }
+inline F load_grad(const BFloat* p) {
+#if defined(__AVX512F__)
+  return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(p)), 16);
+#else
+  return bits_of<F>(__builtin_convertvector(load<U16>(p), U) << 16);
+#endif
+}
+inline F load_grad(const Half* p) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtph_ps(load<__m256i>(p));
+#else
+  F v;
+  for (int i = 0; i < kLanes; ++i) v[i] = half_to_float(p[i].bits);
+  return v;
+#endif
+}
+inline double one(float x) { return x; }
+inline double one(BFloat x) { return bits_of<float>((uint32_t)x.bits << 16); }
+inline double one(Half x) { return half_to_float(x.bits); }
+
+inline void store_value(float* p, F v) { store(p, v); }
+inline void store_value(BFloat* p, F v) {
+  const U u = bits_of<U>(v);
+  U rounded = (u + (0x7FFFu + (u >> 16 & 1u))) >> 16;
+  rounded = (u & kMagnitude) > kInfBits ? U{} + 0x7FC0u : rounded;
+  store_low_halves((int16_t*)p, (I)rounded);
+}
+inline void store_value(Half* p, F v) {
+#if defined(__AVX512F__)
+  store(p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+  for (int i = 0; i < kLanes; ++i) p[i].bits = float_to_half(v[i]);
+#endif
+}
+inline float value_of(float x) { return x; }
+inline float value_of(BFloat x) { return bits_of<float>((uint32_t)x.bits << 16); }
+inline float value_of(Half x) { return half_to_float(x.bits); }
+
 inline F add_square(F sum, F x) {
 #if defined(__AVX512F__)
   return (F)_mm512_fmadd_ps((__m512)x, (__m512)x, (__m512)sum);
@@ -263,6 +270,7 @@ inline uint32_t compensate(const T* g, const typename Stored<kErrorBits>::Code* 
   U amax = {};
   F squares = {};
   const F error_scale = splat(scale);
+#pragma GCC unroll 2
   for (int i = 0; i < size; i += kLanes) {
     const F grad = load_grad(g + i);
     squares = add_square(squares, grad);
@@ -291,6 +299,7 @@ inline void quantize(const Encode& a, Block* block, const float* h, float* old, 
   const F high = splat(limit), low = splat(-limit), ones = splat(1.0f);
   F residual_sq = {}, error_sq = {};
   U error_amax = {};
+#pragma GCC unroll 2
   for (int i = 0; i < size; i += kLanes) {
     const F value = load<F>(h + i);
     F code, residual;
@@ -352,6 +361,7 @@ inline void store_error(typename Stored<kErrorBits>::Code* e, float* scale, cons
     const F inverse = splat(is_live ? limit / amax : 0.0f);
     const I high = I{} + (int32_t)limit, low = -high;
     U phases = (U)iota() * kStride + phase;
+#pragma GCC unroll 2
     for (int i = 0; i < size; i += kLanes) {
       // 1 + u: the phase's upper 16 bits, and half a step, in the mantissa of a number in [1, 2).
       const F dither = bits_of<F>((phases >> 9 & 0x007FFF80u) | 0x3F800040u) - 1.0f;
@@ -543,23 +553,33 @@ template <int kBits> inline int code_at(unsigned byte, int k) {
   return kBits == 1 ? code | 1 : code;
 }
 
-// Adds, or with kFirst stores, one payload's block.
-template <int kBits, bool kFirst>
-inline void add_block(const uint8_t* __restrict packed, float scale, int size, float* __restrict sum) {
+// The block of one payload.
+struct Piece {
+  const uint8_t* codes;
+  float scale;
+};
+
+// Sum of one block over one or two payloads, in order; with kFirst they are the first, else they are added to `sum`.
+template <int kBits, int kPieces, bool kFirst>
+inline void add_pieces(Piece a, Piece b, int size, float* __restrict sum) {
   constexpr int kFields = 8 / kBits;
   const int count = size / kFields;
 #if defined(__AVX512F__)
   if (kBits < 8 && count % kLanes == 0) {
-    // A table of all products; the lookup takes 4 bits of its index and so needs no mask.
-    F products;
-    for (int i = 0; i < kLanes; ++i) products[i] = (float)code_at<kBits>(i, 0) ;
-    products = products * scale;
+    // Tables of all products; the lookup takes 4 bits of its index and so needs no mask.
+    F table;
+    for (int i = 0; i < kLanes; ++i) table[i] = (float)code_at<kBits>(i, 0);
+    const F products_a = table * a.scale, products_b = table * b.scale;
     for (int i = 0; i < count; i += kLanes) {
-      const __m512i bytes = _mm512_cvtepu8_epi32(load<__m128i>(packed + i));
+      const __m512i bytes_a = _mm512_cvtepu8_epi32(load<__m128i>(a.codes + i));
+      const __m512i bytes_b = kPieces == 2 ? _mm512_cvtepu8_epi32(load<__m128i>(b.codes + i)) : bytes_a;
       for (int k = 0; k < kFields; ++k) {
-        const F value = (F)_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, k * kBits), (__m512)products);
         float* to = sum + k * count + i;
-        store(to, kFirst ? value : load<F>(to) + value);
+        F value = (F)_mm512_permutexvar_ps(_mm512_srli_epi32(bytes_a, k * kBits), (__m512)products_a);
+        if (!kFirst) value = load<F>(to) + value;
+        if (kPieces == 2)
+          value += (F)_mm512_permutexvar_ps(_mm512_srli_epi32(bytes_b, k * kBits), (__m512)products_b);
+        store(to, value);
       }
     }
     return;
@@ -567,8 +587,10 @@ inline void add_block(const uint8_t* __restrict packed, float scale, int size, f
 #endif
   for (int k = 0; k < kFields; ++k)
     for (int i = 0; i < count; ++i) {
-      const float value = (float)code_at<kBits>(packed[i], k) * scale;
-      sum[k * count + i] = kFirst ? value : sum[k * count + i] + value;
+      float value = (float)code_at<kBits>(a.codes[i], k) * a.scale;
+      if (!kFirst) value = sum[k * count + i] + value;
+      if (kPieces == 2) value += (float)code_at<kBits>(b.codes[i], k) * b.scale;
+      sum[k * count + i] = value;
     }
 }
 
@@ -597,12 +619,16 @@ template <class T, int kBits> void decode_blocks(const Decode& a, int thread, in
   each_block(a.table, thread, threads, [&](const Run& run, int64_t index) {
     const uint8_t* codes = a.recv + run.codes + index * code_bytes;
     const uint8_t* scales = a.recv + run.scales + index * sizeof(float);
-    for (int source = 0; source < a.world_size; ++source) {
-      const float scale = load<float>(scales + source * a.payload_bytes);
-      const uint8_t* packed = codes + source * a.payload_bytes;
-      if (source == 0) add_block<kBits, true>(packed, scale, size, sum);
-      else add_block<kBits, false>(packed, scale, size, sum);
-    }
+    const auto piece = [&](int source) {
+      return Piece{codes + source * a.payload_bytes, load<float>(scales + source * a.payload_bytes)};
+    };
+    // In pairs, which halves what is read and written of the sum.
+    if (a.world_size == 1) add_pieces<kBits, 1, true>(piece(0), piece(0), size, sum);
+    else add_pieces<kBits, 2, true>(piece(0), piece(1), size, sum);
+    int source = 2;
+    for (; source + 1 < a.world_size; source += 2)
+      add_pieces<kBits, 2, false>(piece(source), piece(source + 1), size, sum);
+    if (source < a.world_size) add_pieces<kBits, 1, false>(piece(source), piece(source), size, sum);
     const int64_t left = run.numel - index * size;
     write_sum(sum, left < size ? (int)left : size, divide, (T*)a.output + run.element + index * size);
   });

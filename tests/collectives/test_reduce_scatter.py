@@ -18,6 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_loco.collectives.reduce_scatter import reduce_scatter
 from megatron_loco.collectives.scratch import ScratchPool
@@ -718,3 +720,42 @@ def _dtypes_that_differ(group: dist.ProcessGroup) -> None:
 @pytest.mark.kind(25)
 def test_output_of_another_dtype_than_the_input_is_refused(ranks: RankPool) -> None:
     ranks.run(_dtypes_that_differ, 2)
+
+
+class _Allocations(TorchDispatchMode):
+    """Sizes in bytes of the memory that operations allocate: of results that share none with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.sizes.append(tensor.untyped_storage().nbytes())
+        return result
+
+
+def _steady_state(group: dist.ProcessGroup) -> None:
+    numel = 3 * 10_000
+    config = LoCoConfig(bits=4, warmup_steps=0, reset_interval=3, chunk_bytes=4000)
+    state = new_state(numel, 3, config, spans=[ParamSpan(0, 20, True), ParamSpan(20, numel, False)])
+    assert (state.backend.name, len(state.chunks)) == ("cpu", 4)
+    output, given = empty_output(state), gradient(group.rank(), 0, numel)
+    allocations = _Allocations()
+    for step in range(8):
+        with allocations:
+            reduce_scatter(output, given, state, op=AVG, group=group, async_op=True, unit=torch.tensor(2.0)).wait()
+        if step == 0:
+            assert max(allocations.sizes) >= state.layout.send_bytes  # it does see what is allocated
+            allocations.sizes.clear()
+    # What is left are single numbers: the quotient of two units.
+    assert max(allocations.sizes) <= 8
+    assert state.scratch.num_allocations == 2
+
+
+@pytest.mark.kind(23)
+def test_steady_state_allocates_no_buffer(ranks: RankPool) -> None:
+    ranks.run(_steady_state, 3)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_loco.collectives.scratch import ScratchPool
+from megatron_loco.collectives.scratch import ScratchPool, sizes_in_flight
 from tests._buckets import CPU
 
 
@@ -95,3 +95,35 @@ def test_giving_back_twice_is_refused() -> None:
     pool.give_back(taken)
     with pytest.raises(AssertionError):
         pool.give_back(taken)
+
+
+def test_reserved_memory_serves_what_it_was_reserved_for() -> None:
+    pool = ScratchPool(CPU)
+    pool.reserve([100, 300, 200])
+    assert (pool.num_allocations, pool.allocated_bytes) == (3, 600)
+    for order in ((300, 200, 100), (100, 200, 300), (50, 250, 200), (90, 91, 92)):
+        taken = [pool.take(size) for size in order]
+        assert len({address(tensor) for tensor in taken}) == 3
+        for tensor in taken:
+            pool.give_back(tensor)
+    assert pool.num_allocations == 3
+    pool.reserve([150, 20])  # there already
+    assert pool.num_allocations == 3
+    pool.reserve([300, 300, 10, 10])  # one has to grow, and one is missing
+    assert (pool.num_allocations, pool.allocated_bytes) == (5, 300 + 300 + 100 + 10)
+
+
+@pytest.mark.parametrize(
+    ("groups", "at_once", "sizes"),
+    [
+        ([], 2, []),
+        ([[]], 2, []),
+        ([[5, 7]], 1, [7, 5]),
+        ([[5, 7]], 2, [7, 5]),
+        ([[5, 7], [6], [1, 1, 1]], 1, [7, 5, 1]),
+        ([[5, 7], [6], [1, 1, 1]], 2, [7, 6, 5, 1]),
+        ([[5, 7], [6], [1, 1, 1]], 3, [7, 6, 5, 1, 1, 1]),
+    ],
+)
+def test_sizes_of_consecutive_groups(groups: list[list[int]], at_once: int, sizes: list[int]) -> None:
+    assert sizes_in_flight(groups, at_once) == sizes

@@ -13,7 +13,6 @@ bookkeeping stay stock.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,13 +21,12 @@ from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_loco.collectives.agreement import check_agreement, settings_facts
 from megatron_loco.collectives.placement import TWO_LEVEL, Topology, find_nodes
 from megatron_loco.collectives.reduce_scatter import reduce_scatter
 from megatron_loco.collectives.schedule import chunk_bytes
-from megatron_loco.collectives.scratch import ScratchPool
+from megatron_loco.collectives.scratch import ScratchPool, sizes_in_flight
 from megatron_loco.collectives.self_check import check_collectives
 from megatron_loco.collectives.state import BucketState, Traffic
 from megatron_loco.collectives.work import StreamWork, Work
@@ -37,8 +35,7 @@ from megatron_loco.core.exchange import plan_exchange, ring_cost
 from megatron_loco.core.wire import ParamSpan
 from megatron_loco.integrations.megatron import units
 from megatron_loco.integrations.megatron.node_placement import NodePlacement, describe
-
-logger = logging.getLogger(__name__)
+from megatron_loco.integrations.megatron.startup_report import Attached, num_gradients, report
 
 
 @dataclass(frozen=True)
@@ -60,16 +57,6 @@ class _StockExchange:
             shard_numel = numel // self.world_size
             cost = ring_cost(shard_numel, self.shard_over, itemsize, passes=2)
             traffic.add_bytes(cost, ring_cost(shard_numel, self.shard_over, bf16, passes=2))
-
-
-@dataclass
-class _Attached:
-    # What attach() found in one model.
-    names: dict[Any, str]
-    states: list[BucketState] = field(default_factory=list)
-    small: list[Any] = field(default_factory=list)
-    num_of_one_rank: int = 0
-    topologies: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -126,7 +113,7 @@ class GradSync:
             RuntimeError: the collectives of a group return wrong results.
         """
         refusal = None if config is None else _refusal(ddp) or units.refusal(ddp, config)
-        attached = _Attached({param: name for name, param in ddp.module.named_parameters()})
+        attached = Attached({param: name for name, param in ddp.module.named_parameters()})
         kinds = [("dense", ddp.bucket_groups, ddp.intra_dp_cp_group)]
         if ddp.expert_parallel_bucket_groups:
             # Else, as on all ranks of the dense group, NCCL would make a communicator that this model never uses.
@@ -153,10 +140,11 @@ class GradSync:
         if not ddp.expert_parallel_bucket_groups:
             self._placement.settle_nothing(config)
         self.states += attached.states
-        self._report(attached, ddp, config)
+        self._reserve_scratch(attached, overlap=ddp.ddp_config.overlap_grad_reduce)
+        report(attached, ddp.ddp_config, config)
 
     def _attach_kind(
-        self, kind: str, bucket_groups: list[Any], group: Any, ddp: Any, config: LoCoConfig, attached: _Attached
+        self, kind: str, bucket_groups: list[Any], group: Any, ddp: Any, config: LoCoConfig, attached: Attached
     ) -> dict[str, object]:
         # All buckets of a kind are reduced over one group. Returns what its ranks must have in common.
         topology = self._placement.settle(group, config)
@@ -174,7 +162,7 @@ class GradSync:
                 name = f"{kind} bucket {next(numbers)}"
                 if group.size() == 1:
                     attached.num_of_one_rank += 1
-                elif _num_gradients(bucket) < config.min_bucket_numel:
+                elif num_gradients(bucket) < config.min_bucket_numel:
                     attached.small.append(bucket)
                     facts[f"layout of {name}"] = (bucket.grad_data.numel(), "reduced exactly")
                 else:
@@ -195,9 +183,22 @@ class GradSync:
                 # scratch memory of two groups is in flight at most.
                 bucket_group.previous_grad_reduce_bucket_group = previous
             previous = bucket_group
+            peer = group.rank() // topology.ranks_per_node if topology.kind == TWO_LEVEL else group.rank()
+            for pool in dict.fromkeys(state.scratch for _, state in states):
+                sizes = [size for _, state in states for size in state.scratch_bytes(peer)]
+                attached.scratch.setdefault(pool, {}).setdefault(kind, []).append(sizes)
         if group.rank() == 0 and of_kind < len(attached.states):
             attached.topologies.append(describe(kind, topology, attached.states[of_kind:]))
         return facts
+
+    def _reserve_scratch(self, attached: Attached, *, overlap: bool) -> None:
+        # With overlap a group of each kind is on its way while its predecessor of that kind is finished; else all take
+        # turns. Reserved now, so that a lack of memory shows before the warm-up and not after it.
+        for pool, kinds in attached.scratch.items():
+            if overlap:
+                pool.reserve([size for groups in kinds.values() for size in sizes_in_flight(groups, at_once=2)])
+            else:
+                pool.reserve(sizes_in_flight([group for groups in kinds.values() for group in groups], at_once=1))
 
     def _check_collectives(self, group: Any, average: bool) -> None:
         # Once per group: its buckets, and the model chunks of a stage, share it.
@@ -325,52 +326,6 @@ class GradSync:
             yield dispatch
         finally:
             self._in_progress.stack.pop()
-
-    @staticmethod
-    def _report(attached: _Attached, ddp: Any, config: LoCoConfig) -> None:
-        for topology in attached.topologies:
-            logger.info("LoCo: %s", topology)
-        if dist.get_rank() != 0:
-            return
-        if attached.num_of_one_rank:
-            logger.info("LoCo: %d bucket(s) belong to one rank alone and are left unchanged", attached.num_of_one_rank)
-        if attached.small:
-            logger.info(
-                "LoCo: %d bucket(s) with fewer than %d gradient elements (%d together) reduce exactly; see "
-                "--loco-min-bucket-numel",
-                len(attached.small),
-                config.min_bucket_numel,
-                sum(map(_num_gradients, attached.small)),
-            )
-        if ddp.ddp_config.num_distributed_optimizer_instances > 1:
-            logger.info(
-                "LoCo: compresses inside each of %d optimizer instances; the all-reduce across them is Megatron's own, "
-                "and counted as such",
-                ddp.ddp_config.num_distributed_optimizer_instances,
-            )
-        states = attached.states
-        if not states:
-            logger.warning("LoCo: nothing to compress on rank 0")
-            return
-        numel = sum(state.exchange.numel for state in states)
-        wire_bits = sum(s.layout.send_bytes for s in states) * 8 / sum(s.layout.numel for s in states)
-        error_bytes = sum(state.error.num_bytes for state in states)
-        logger.info(
-            "LoCo: %d bucket(s), %d gradient elements at %.2f bits each (%s backend), error state %.2f MB "
-            "(%.2f bytes per element); the first %d steps are exact",
-            len(states),
-            numel,
-            wire_bits,
-            states[0].backend.name,
-            error_bytes / 1e6,
-            error_bytes / numel,
-            config.warmup_steps,
-        )
-
-
-def _num_gradients(bucket: Any) -> int:
-    # Without Megatron's padding: what the shapes of the parameters say, equal on all ranks of a group.
-    return sum(stop - start for start, stop in bucket.param_to_index.values())
 
 
 def _refusal(ddp: Any) -> str | None:
