@@ -12,7 +12,7 @@
 
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 #include <omp.h>
@@ -104,11 +104,29 @@ inline void store_low_bytes(int8_t* to, I v) {
   store(to, __builtin_convertvector(v, I8));
 #endif
 }
-inline void store_low_halves(int16_t* to, I v) {
+inline I16 low_halves(I v) {
 #if defined(__AVX512F__)
-  store(to, _mm512_cvtepi32_epi16((__m512i)v));
+  return (I16)_mm512_cvtepi32_epi16((__m512i)v);
 #else
-  store(to, __builtin_convertvector(v, I16));
+  return __builtin_convertvector(v, I16);
+#endif
+}
+// Past the caches, into which what is overwritten would only be read first; `to` has the alignment of V.
+template <class V> inline void stream(void* to, V v) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(V) == 64) return _mm512_stream_si512((__m512i*)to, bits_of<__m512i>(v));
+#endif
+#if defined(__AVX2__)
+  if constexpr (sizeof(V) == 32) return _mm256_stream_si256((__m256i*)to, bits_of<__m256i>(v));
+#endif
+#if defined(__SSE2__)
+  if constexpr (sizeof(V) == 16) return _mm_stream_si128((__m128i*)to, bits_of<__m128i>(v));
+#endif
+  store(to, v);
+}
+inline void end_streams() {
+#if defined(__SSE2__)
+  _mm_sfence();
 #endif
 }
 
@@ -133,18 +151,21 @@ inline double one(float x) { return x; }
 inline double one(BFloat x) { return bits_of<float>((uint32_t)x.bits << 16); }
 inline double one(Half x) { return half_to_float(x.bits); }
 
-inline void store_value(float* p, F v) { store(p, v); }
-inline void store_value(BFloat* p, F v) {
+// A vector of sums in the type of the output.
+inline F rounded_to(float, F v) { return v; }
+inline I16 rounded_to(BFloat, F v) {
   const U u = bits_of<U>(v);
   U rounded = (u + (0x7FFFu + (u >> 16 & 1u))) >> 16;
   rounded = (u & kMagnitude) > kInfBits ? U{} + 0x7FC0u : rounded;
-  store_low_halves((int16_t*)p, (I)rounded);
+  return low_halves((I)rounded);
 }
-inline void store_value(Half* p, F v) {
+inline I16 rounded_to(Half, F v) {
 #if defined(__AVX512F__)
-  store(p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  return (I16)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-  for (int i = 0; i < kLanes; ++i) p[i].bits = float_to_half(v[i]);
+  I16 out;
+  for (int i = 0; i < kLanes; ++i) out[i] = (int16_t)float_to_half(v[i]);
+  return out;
 #endif
 }
 inline float value_of(float x) { return x; }
@@ -220,7 +241,7 @@ struct Decode {
   const uint8_t* recv;
   int64_t payload_bytes;
   void* output;
-  int32_t dtype, bits, block_size, world_size, divisor, num_threads;
+  int32_t dtype, bits, block_size, world_size, divisor, num_threads, streams;
 };
 
 inline int64_t share(int64_t count, int part, int parts) {
@@ -369,7 +390,7 @@ inline void store_error(typename Stored<kErrorBits>::Code* e, float* scale, cons
       code = code < low ? low : code;
       code = code > high ? high : code;
       if constexpr (kErrorBits == 8) store_low_bytes(e + i, code);
-      if constexpr (kErrorBits == 16) store_low_halves(e + i, code);
+      if constexpr (kErrorBits == 16) store(e + i, low_halves(code));
       phases += kLanes * kStride;
     }
     *scale = is_live ? amax * inverse_limit : amax_bits < kInfBits ? 0.0f : bits_of<float>(0x7FC00000u);
@@ -602,13 +623,14 @@ struct Divide {
   template <class V> inline V operator()(V x) const { return by_product ? x * factor : x / factor; }
 };
 
-template <class T> inline void write_sum(const float* sum, int numel, Divide divide, T* out) {
+template <class T> inline void write_sum(const float* sum, int numel, Divide divide, T* out, bool streams) {
   int i = 0;
-  for (; i + kLanes <= numel; i += kLanes) store_value(out + i, divide(load<F>(sum + i)));
+  if (streams && (uintptr_t)out % (sizeof(T) * kLanes) == 0)
+    for (; i + kLanes <= numel; i += kLanes) stream(out + i, rounded_to(T{}, divide(load<F>(sum + i))));
+  for (; i + kLanes <= numel; i += kLanes) store(out + i, rounded_to(T{}, divide(load<F>(sum + i))));
   if (i == numel) return;
-  T last[kLanes];
-  store_value(last, divide(load<F>(sum + i)));
-  std::memcpy(out + i, last, sizeof(T) * (numel - i));
+  const auto last = rounded_to(T{}, divide(load<F>(sum + i)));  // `sum` is longer than numel by a vector
+  std::memcpy(out + i, &last, sizeof(T) * (numel - i));
 }
 
 template <class T, int kBits> void decode_blocks(const Decode& a, int thread, int threads) {
@@ -630,7 +652,8 @@ template <class T, int kBits> void decode_blocks(const Decode& a, int thread, in
       add_pieces<kBits, 2, false>(piece(source), piece(source + 1), size, sum);
     if (source < a.world_size) add_pieces<kBits, 1, false>(piece(source), piece(source), size, sum);
     const int64_t left = run.numel - index * size;
-    write_sum(sum, left < size ? (int)left : size, divide, (T*)a.output + run.element + index * size);
+    write_sum(sum, left < size ? (int)left : size, divide, (T*)a.output + run.element + index * size,
+              a.streams);
   });
 }
 
@@ -641,7 +664,7 @@ template <class T> void decode_thread(const Decode& a, int thread, int threads) 
     const Exact& range = a.table.exact[r];
     const int64_t last = share(range.numel, thread + 1, threads);
     for (int64_t i = share(range.numel, thread, threads); i < last; i += kGroup) {
-      alignas(64) float sum[kGroup];
+      alignas(64) float sum[kGroup + kLanes] = {};
       const int count = last - i < kGroup ? (int)(last - i) : kGroup;
       const uint8_t* values = a.recv + range.values + i * sizeof(T);
       for (int source = 0; source < a.world_size; ++source)
@@ -649,7 +672,7 @@ template <class T> void decode_thread(const Decode& a, int thread, int threads) 
           const float value = value_of(load<T>(values + source * a.payload_bytes + k * sizeof(T)));
           sum[k] = source ? sum[k] + value : value;
         }
-      write_sum(sum, count, divide, output + range.element + i);
+      write_sum(sum, count, divide, output + range.element + i, a.streams);
     }
   }
   for (int64_t z = 0; z < a.table.num_zeros; ++z) {
@@ -695,6 +718,7 @@ void loco_decode_sum(const Decode* a) {
     if (a->dtype == 0) decode_thread<float>(*a, thread, team);
     else if (a->dtype == 1) decode_thread<BFloat>(*a, thread, team);
     else decode_thread<Half>(*a, thread, team);
+    if (a->streams) end_streams();
   }
 }
 

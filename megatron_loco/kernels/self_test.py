@@ -51,9 +51,7 @@ def _run(backend: Backend, layout: BucketLayout, error_bits: int, device: torch.
         grad[300:364] = (torch.arange(64) % 15 - 7) * 0.5  # halves of a code step
         if step:
             grad[700] = torch.nan
-        backend.encode(
-            grad.to(device), error, layout, send, step=step, beta=0.8, reset=False, statistics=statistics
-        )
+        backend.encode(grad.to(device), error, layout, send, step=step, beta=0.8, reset=False, statistics=statistics)
     sums = []
     for rank in range(2):
         start = layout.send_offsets[rank]

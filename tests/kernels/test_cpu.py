@@ -17,6 +17,7 @@ from megatron_loco.config import LoCoConfig
 from megatron_loco.core.chunks import split_layout
 from megatron_loco.core.error_feedback import ErrorState
 from megatron_loco.core.wire import BucketLayout, ParamSpan
+from megatron_loco.kernels import cpu_backend
 from megatron_loco.kernels.cpu_backend import CpuBackend
 from megatron_loco.kernels.cpu_build import BuildError
 from megatron_loco.kernels.reference import ReferenceBackend
@@ -100,12 +101,15 @@ def check_steps(
 @pytest.mark.kind(36, 38)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize(("bits", "error_bits", "fixed"), OPTIONS)
-def test_equals_the_reference(machine: str, bits: int, error_bits: int, fixed: float | None) -> None:
+def test_equals_the_reference(
+    machine: str, bits: int, error_bits: int, fixed: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen = random.Random(f"{bits} {error_bits} {fixed}")  # every option meets other sizes and types, always the same
     for world_size, block_size in ((1, 32), (3, 96), (4, 256)):
         numel = world_size * chosen.choice((517, 1021, 1500))
         dtype = chosen.choice(DTYPES)
         torch.set_num_threads(chosen.choice((1, 2, 3)))
+        monkeypatch.setattr(cpu_backend, "STREAM_BYTES", chosen.choice((0, 2**22)))
         layout = layout_of(numel, world_size, spans_of(numel), LoCoConfig(bits=bits, block_size=block_size), dtype)
         check_steps(backend_for(machine), layout, dtype, error_bits, fixed)
 
