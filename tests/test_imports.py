@@ -26,7 +26,7 @@ LEVELS = {
 }
 """A room may import rooms of a lower level, and itself."""
 
-ALLOWED_PEERS = {("core", "config")}
+ALLOWED_PEERS = {("core", "config"), ("bench", "launch")}
 
 
 def _room(module: str) -> str:

@@ -21,6 +21,9 @@ LOOPBACK = "lo"
 NODE_INTERFACE = "eth0"
 """In each emulated node; what ranks of one node send each other crosses its loopback interface instead."""
 
+SUBNET = "10.77.0.0/16"
+"""Addresses of all emulated nodes."""
+
 
 def enter_private_network() -> bool:
     """Move this process into a network namespace with only a loopback interface; say whether that was allowed."""
@@ -43,34 +46,50 @@ def enter_private_network() -> bool:
 class EmulatedNodes:
     """Network namespaces that reach each other through one bridge, which lies in the caller's namespace.
 
-    Processes that are started within :meth:`inside` are on that node. Everything vanishes with the processes.
+    Processes that are started within :meth:`inside` are on that node. Everything vanishes with the processes. A node's
+    end of its link is its :data:`NODE_INTERFACE`, the bridge's end is :meth:`port`.
 
     Args:
         num_nodes: How many.
+        mtu: Bytes of the largest packet.
 
     Raises:
         RuntimeError: an interface could not be made; says which command failed and why.
     """
 
-    def __init__(self, num_nodes: int) -> None:
+    def __init__(self, num_nodes: int, mtu: int = 1500) -> None:
         self._home = _open_namespace()
         self._nodes: list[int] = []
-        _ip("link add name switch type bridge")
-        _ip("link set switch up")
+        run_program("ip link add name switch type bridge")
+        run_program("ip link set switch up")
         for node in range(num_nodes):
             os.unshare(os.CLONE_NEWNET)
             descriptor = _open_namespace()
             self._nodes.append(descriptor)
             os.setns(self._home, os.CLONE_NEWNET)
-            _ip(
-                f"link add name port{node} type veth peer name {NODE_INTERFACE} netns /proc/self/fd/{descriptor}",
+            run_program(
+                f"ip link add name {self.port(node)} mtu {mtu} type veth "
+                f"peer name {NODE_INTERFACE} mtu {mtu} netns /proc/self/fd/{descriptor}",
                 pass_fds=(descriptor,),
             )
-            _ip(f"link set port{node} master switch up")
+            run_program(f"ip link set {self.port(node)} master switch up")
             with self.inside(node):
                 _switch_loopback_on()
-                _ip(f"address add 10.77.{node // 250}.{node % 250 + 1}/16 dev {NODE_INTERFACE}")
-                _ip(f"link set {NODE_INTERFACE} up")
+                run_program(f"ip address add {self.address(node)}/16 dev {NODE_INTERFACE}")
+                run_program(f"ip link set {NODE_INTERFACE} up")
+
+    @property
+    def num_nodes(self) -> int:
+        """How many there are."""
+        return len(self._nodes)
+
+    def port(self, node: int) -> str:
+        """Name of the bridge's end of the node's link, an interface in the caller's namespace."""
+        return f"port{node}"
+
+    def address(self, node: int) -> str:
+        """IPv4 address of the node, within :data:`SUBNET`."""
+        return f"10.77.{node // 250}.{node % 250 + 1}"
 
     @contextmanager
     def inside(self, node: int) -> Iterator[None]:
@@ -101,10 +120,17 @@ def _switch_loopback_on() -> None:
         fcntl.ioctl(probe, 0x8914, struct.pack("16sh", LOOPBACK.encode(), up_and_running))  # SIOCSIFFLAGS
 
 
-def _ip(arguments: str, pass_fds: tuple[int, ...] = ()) -> None:
+def run_program(command: str, pass_fds: tuple[int, ...] = ()) -> str:
+    """Run a program of iproute2 in the current namespace and return what it prints.
+
+    Raises:
+        RuntimeError: it is missing or failed; says which command and why.
+    """
+    words = command.split()
     try:
-        done = subprocess.run(["ip", *arguments.split()], pass_fds=pass_fds, capture_output=True, text=True)
+        done = subprocess.run(words, pass_fds=pass_fds, capture_output=True, text=True)
     except FileNotFoundError:
-        raise RuntimeError("emulated nodes need the program 'ip' (package iproute2)") from None
+        raise RuntimeError(f"emulated nodes need the program '{words[0]}' (package iproute2)") from None
     if done.returncode:
-        raise RuntimeError(f"'ip {arguments}' failed: {done.stderr.strip()}")
+        raise RuntimeError(f"'{command}' failed: {done.stderr.strip()}")
+    return done.stdout

@@ -92,7 +92,7 @@ class _Lines(logging.Handler):
 
 def _what_it_is(group: dist.ProcessGroup, config: LoCoConfig, expert_parallel: int) -> dict[str, Any]:
     case = Case(expert_parallel=expert_parallel, overlap=True)
-    log, handler = logging.getLogger("megatron_loco.integrations.megatron.grad_sync"), _Lines()
+    log, handler = logging.getLogger("megatron_loco.integrations.megatron.startup_report"), _Lines()
     with ExitStack() as stack:
         parallel_megatron(stack, expert_parallel)
         from megatron_loco.integrations.megatron import patch
