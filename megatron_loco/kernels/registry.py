@@ -75,8 +75,8 @@ def _problem(name: str, device: torch.device) -> str | None:
     # Why a backend cannot be used on a device.
     try:
         wrong = differences(_make(name, device), device)
-    except (ImportError, RuntimeError) as error:
-        return str(error)
+    except (ImportError, RuntimeError, ValueError) as error:
+        return str(error).removeprefix(f"--loco-backend {name}: ")
     if wrong:
         return f"it computes something else than the reference here ({', '.join(wrong)}); please report this"
     return None

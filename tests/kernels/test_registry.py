@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,3 +139,14 @@ def test_backend_that_computes_something_else_is_not_used(
     assert "computes something else" in caplog.text
     with pytest.raises(ValueError, match="--loco-backend cpu: it computes something else"):
         select_backend("cpu", CPU)
+
+
+def test_gpu_without_triton(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    # Triton is imported only when it is chosen; here it is not there.
+    monkeypatch.setitem(sys.modules, "triton", None)
+    cuda = torch.device("cuda")
+    with caplog.at_level(logging.WARNING):
+        assert type(select_backend("auto", cuda)) is ReferenceBackend
+    assert "the triton backend cannot be used: Triton is not installed" in caplog.text
+    with pytest.raises(ValueError, match="^--loco-backend triton: Triton is not installed; install it"):
+        select_backend("triton", cuda)
