@@ -148,5 +148,5 @@ def test_gpu_without_triton(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING):
         assert type(select_backend("auto", cuda)) is ReferenceBackend
     assert "the triton backend cannot be used: Triton is not installed" in caplog.text
-    with pytest.raises(ValueError, match="^--loco-backend triton: Triton is not installed; install it"):
+    with pytest.raises(ValueError, match=r"^--loco-backend triton: Triton is not installed; install it"):
         select_backend("triton", cuda)
