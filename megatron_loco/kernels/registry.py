@@ -8,6 +8,7 @@ import logging
 import torch
 
 from megatron_loco.config import BACKENDS
+from megatron_loco.kernels.cpu_build import BuildError
 from megatron_loco.kernels.reference import ReferenceBackend
 from megatron_loco.kernels.schema import Backend
 from megatron_loco.kernels.self_test import differences
@@ -75,8 +76,9 @@ def _problem(name: str, device: torch.device) -> str | None:
     # Why a backend cannot be used on a device.
     try:
         wrong = differences(_make(name, device), device)
-    except (ImportError, RuntimeError, ValueError) as error:
-        return str(error).removeprefix(f"--loco-backend {name}: ")
+    except Exception as error:  # whatever it is (Triton's errors are of no common kind): it is said, and decides
+        text = str(error).removeprefix(f"--loco-backend {name}: ")
+        return text if isinstance(error, BuildError | ValueError) else f"{type(error).__name__}: {text}"
     if wrong:
         return f"it computes something else than the reference here ({', '.join(wrong)}); please report this"
     return None
