@@ -16,6 +16,8 @@ REQUIRED = [
     "ruamel.yaml",
     # Ranks of a node that start together compile the CPU kernels once; torch needs it too.
     "filelock",
+    # Whether installed versions are supported ones, for `megatron-loco doctor`; megatron-core needs it too.
+    "packaging",
     # Tables and progress in the launcher and the benchmarks.
     "rich",
     # Two that Megatron imports in a `try` and does not declare; without them it starts, then stops half-way:
@@ -51,5 +53,5 @@ setup(
     package_data={"megatron_loco": ["py.typed"], "megatron_loco.kernels": ["*.cpp"]},
     install_requires=REQUIRED,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["megatron-loco-pretrain = megatron_loco.launch.__main__:main"]},
+    entry_points={"console_scripts": ["megatron-loco = megatron_loco.launch.cli:main"]},
 )
