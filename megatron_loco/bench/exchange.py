@@ -16,7 +16,7 @@ What is compared, call by call in turn, in the same processes:
 * What LoCo computes, without any network.
 
 Before and after that, all results of LoCo must be equal bit for bit, all sums right, and what the interfaces count
-within 1 % of what the layout says. All ranks share the cores of one machine with the kernel's network stack: computing
+within 2 % of what the layout says. All ranks share the cores of one machine with the kernel's network stack: computing
 is scarcer here than on any real node, and above about 2 Gbit/s it limits, not the link.
 
 Needs Linux, and root or unprivileged user namespaces; the programs ``ip`` and ``tc`` (package iproute2). Everything

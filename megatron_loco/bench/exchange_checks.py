@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-WIRE_TOLERANCE = 0.01
-"""Packet headers, acknowledgements and Gloo's own messages."""
+WIRE_TOLERANCE = 0.02
+"""Of packets of 9,000 bytes, 66 are headers: 0.7 %. As much again if every packet is acknowledged by one of its own,
+which depends on timing; and Gloo's own messages."""
 
 
 @dataclass

@@ -70,8 +70,8 @@ def report(attached: Attached, ddp_config: Any, config: LoCoConfig) -> None:
     numel = sum(state.exchange.numel for state in states)
     wire_bits = sum(s.layout.send_bytes for s in states) * 8 / sum(s.layout.numel for s in states)
     logger.info(
-        "LoCo: %d bucket(s), %d gradient elements at %.2f bits each (%s backend, up to %d chunks); the first %d steps "
-        "are exact",
+        "LoCo: %d bucket(s), %d gradient elements at %.2f bits each (%s backend, at most %d chunk(s)); the first %d "
+        "steps are exact",
         len(states),
         numel,
         wire_bits,
