@@ -136,10 +136,10 @@ def test_results_are_compared_bit_for_bit() -> None:
         check_equal({"a": first, "b": torch.tensor([-0.0, 1.0], dtype=torch.bfloat16)})
 
 
-def test_bytes_on_the_wire_may_be_off_by_one_percent() -> None:
-    check_sent({"ring": 1009.0, "gloo": 5000.0, "local": 3.0}, {"ring": 1000.0, "gloo": None, "local": 0.0})
-    with pytest.raises(RuntimeError, match="ring: sent 1011 bytes, not 1000"):
-        check_sent({"ring": 1011.0}, {"ring": 1000.0})
+def test_bytes_on_the_wire_may_be_off_by_two_percent() -> None:
+    check_sent({"ring": 1019.0, "gloo": 5000.0, "local": 3.0}, {"ring": 1000.0, "gloo": None, "local": 0.0})
+    with pytest.raises(RuntimeError, match="ring: sent 1021 bytes, not 1000"):
+        check_sent({"ring": 1021.0}, {"ring": 1000.0})
 
 
 def test_bucket_is_filled_with_layers() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from megatron_loco import cpu, patch
-from megatron_loco.bench import wire
+from megatron_loco.bench import step_share, wire
 from megatron_loco.launch import __main__, report, torchrun
 from megatron_loco.launch.report import BITS, Run
 from tests.integrations.megatron import _training
@@ -34,6 +34,7 @@ SHORTER = (
 """Overrides for two steps of little work; what they leave alone is what is tested."""
 
 STARTS = "bash scripts/pretrain_gpt.sh "
+ENTRIES = ("megatron_loco.launch.entry", "megatron_loco.bench.step_share")
 
 
 def readme_commands() -> list[str]:
@@ -54,6 +55,13 @@ ELSEWHERE = {
     "pip install -e .": "scripts/bootstrap.sh does, for every run",
     "torchrun ... pretrain_gpt.py ...": "tests/integrations/megatron/test_training.py, the import-line script",
     "torchrun ... -m megatron_loco.launch.entry": "the command with a Megatron checkout, below",
+    "pip install 'megatron-loco[plot]'": "the lock, which has that extra; without it: tests/launch/test_report.py",
+    "megatron-loco plan": "tests/launch/test_plan.py",
+    "megatron-loco doctor": "tests/launch/test_doctor.py",
+    "megatron-loco train": "tests/launch/test_cli.py, and the launcher below",
+    "python -m megatron_loco.bench.exchange": "tests/bench/test_exchange.py",
+    "python -m megatron_loco.bench.kernels": "tests/bench/test_kernels.py",
+    "python -m megatron_loco.kernels.triton_aot": "tests/kernels/test_triton_aot.py",
 }
 """Commands that are started by other tests, by how they begin."""
 
@@ -74,14 +82,14 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     def run(words: Sequence[str], environment: Mapping[str, str]) -> int:
         commands.append(list(words))
-        entry = words.index("megatron_loco.launch.entry")
+        entry = next(index for index, word in enumerate(words) if word in ENTRIES)
         (per_node,) = (int(w.partition("=")[2]) for w in words if w.startswith("--nproc-per-node="))
         with pytest.MonkeyPatch.context() as patching:
             for name in {*os.environ} - {*environment}:
                 patching.delenv(name)
             for name, value in environment.items():
                 patching.setenv(name, value)
-            done = _training._launch_by_fork("megatron_loco.launch.entry", list(words[entry + 1 :]), per_node)
+            done = _training._launch_by_fork(words[entry], list(words[entry + 1 :]), per_node)
         assert done.returncode == 0, done.stdout[-6000:]
         return 0
 
@@ -122,7 +130,7 @@ def test_every_configuration_trains(config: Path, ranks: list[list[str]], data: 
 @pytest.mark.kind(25)
 def test_every_command_of_the_readme_is_known() -> None:
     assert len(TRAINING) >= 3
-    measurements = ("python -m megatron_loco.bench.wire", "python -m megatron_loco.bench.topology")
+    measurements = [f"python -m megatron_loco.bench.{name}" for name in ("wire", "topology", "step_share")]
     known = (STARTS, *measurements, "python -m megatron_loco.launch.report")
     unknown = [command for command in COMMANDS if not any(part in command for part in known)]
     assert not unknown, "start them here, or say in ELSEWHERE who does"
@@ -169,6 +177,25 @@ def test_python_of_the_readme() -> None:
 # ------------------------------------------------------------------------------------- measurements (kind 40)
 
 
+@pytest.mark.kind(25, 40)
+def test_share_of_a_step(
+    ranks: list[list[str]], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = (*SHORTER, "run.device=cpu", f"run.data_dir={data}", f"run.output_dir={tmp_path / 'run'}")
+    options = ("train-iters=4", "loco.warmup_steps=1", "--json", str(tmp_path / "share.json"))
+    assert step_share.main(["configs/llama_quickstart.yaml", *overrides, *options]) == 0
+    result = json.loads((tmp_path / "share.json").read_text())
+    # Of the three compressed steps the first does not count.
+    assert (result["ranks"], result["steps"]) == (2, 2 * 2)
+    assert 0 < result["encode_seconds"] + result["decode_seconds"] < result["total_seconds"]
+    assert 0 < result["share"] < 1
+    assert "share of the step" in " ".join(capsys.readouterr().out.split())
+    # A run without a compressed step has no share.
+    options = ("loco.warmup_steps=9", f"run.output_dir={tmp_path / 'warm'}")
+    assert step_share.main(["configs/llama_quickstart.yaml", *overrides, *options]) == 1
+    assert "error: no step was compressed" in capsys.readouterr().err
+
+
 @pytest.mark.kind(40)
 @pytest.mark.parametrize("ranks_option", [["--ranks", "1"], ["--ranks", "0"]])
 def test_a_measurement_of_one_rank_is_refused(ranks_option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +208,7 @@ def test_a_measurement_of_one_rank_is_refused(ranks_option: list[str], capsys: p
 # A smaller layer, by forked ranks: spawned ones would import the sizes anew.
 MEASURE = """
 import multiprocessing, sys
-from megatron_loco.bench import wire
+from megatron_loco.bench import step_share, wire
 wire.HIDDEN, wire.FFN, wire.KV_HIDDEN = 512, 1408, 128
 forked = multiprocessing.get_context("fork")
 wire.multiprocessing.get_context = lambda method: forked
