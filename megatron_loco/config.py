@@ -127,8 +127,8 @@ class LoCoConfig:
     )
     chunk_bytes: int = _knob(
         0,
-        help="About how many bytes a rank sends in one all-to-all: a larger bucket travels in chunks, encoded and "
-        "decoded while others are on their way. Changes no result. 0 = what was measured to be fastest for the device.",
+        help="About how many bytes a rank sends in one all-to-all: a larger bucket travels in chunks (64 at most), "
+        "encoded and decoded while others are on their way. Changes no result. 0 = measured for the device.",
     )
     backend: str = _knob(
         "auto",

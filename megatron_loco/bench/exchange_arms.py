@@ -204,16 +204,7 @@ class Bench:
         recv = torch.zeros(layout.recv_bytes(rank), dtype=torch.uint8)
 
         def local() -> None:
-            state.backend.encode(
-                grad,
-                state.error,
-                layout,
-                send,
-                step=state.step,
-                beta=state.config.beta,
-                reset=False,
-                statistics=state.statistics,
-            )
+            state.encode(grad, layout, send)
             state.backend.decode_sum(recv, layout, rank, output, divisor=1)
 
         local()

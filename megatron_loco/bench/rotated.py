@@ -38,17 +38,7 @@ def rotated_reduce_scatter(output: Tensor, input: Tensor, state: BucketState, *,
     state.begin_step()
     state.statistics.zero_()
     for index, (chunk, part) in enumerate(zip(chunks, send.split([chunk.send_bytes for chunk in chunks]), strict=True)):
-        state.backend.encode(
-            input,
-            state.error,
-            chunk,
-            part,
-            step=state.step,
-            beta=state.config.beta,
-            reset=state.resets_now,
-            statistics=state.statistics,
-            fixed_scale=state.fixed_scale,
-        )
+        state.encode(input, chunk, part)
         payloads = part.split(chunk.send_splits)
         for target in ((rank + offset) % world_size for offset in range(1, world_size)):
             if payloads[target].numel():

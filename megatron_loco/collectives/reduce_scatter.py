@@ -138,17 +138,7 @@ def _exchange_chunks(
         state.begin_step(unit)
         state.statistics.zero_()
         for chunk, chunk_send, chunk_recv in zip(chunks, sends, recvs, strict=True):
-            state.backend.encode(
-                encoded,
-                state.error,
-                chunk,
-                chunk_send,
-                step=state.step,
-                beta=state.config.beta,
-                reset=state.resets_now,
-                statistics=state.statistics,
-                fixed_scale=state.fixed_scale,
-            )
+            state.encode(encoded, chunk, chunk_send)
             transfer = dist.all_to_all_single(
                 chunk_recv,
                 chunk_send,

@@ -125,6 +125,26 @@ class BucketState:
             self.error.multiply_(torch.div(unit, self.unit))
             self.unit.copy_(unit)
 
+    def encode(self, grad: Tensor, chunk: BucketLayout, send: Tensor) -> None:
+        """Encode a chunk of the reduction that :meth:`begin_step` announced, and update the error of its blocks.
+
+        Args:
+            grad: What is encoded: the bucket, or in two levels the partial sums; shape ``[layout.numel]``.
+            chunk: One of :attr:`chunks`, or the whole layout.
+            send: uint8, shape ``[chunk.send_bytes]``.
+        """
+        self.backend.encode(
+            grad,
+            self.error,
+            chunk,
+            send,
+            step=self.step,
+            beta=self.config.beta,
+            reset=self.resets_now,
+            statistics=self.statistics,
+            fixed_scale=self.fixed_scale,
+        )
+
     def end_step(self) -> None:
         """Count the reduction that :meth:`begin_step` announced; its error is stored."""
         self.step += 1

@@ -15,7 +15,7 @@ from megatron_loco.core.error_feedback import ErrorState, step_hash
 from megatron_loco.core.quantize import max_code
 from megatron_loco.core.wire import BucketLayout
 from megatron_loco.kernels.cpu_build import load_kernels
-from megatron_loco.kernels.tables import Table, Tables
+from megatron_loco.kernels.tables import PerLayout, Table, make_table
 
 STREAM_BYTES = 2**22
 """Shards from this size on are written past the caches: they will not be there any more when the optimizer reads them.
@@ -91,7 +91,7 @@ class CpuBackend:
 
     def __init__(self, machine_flags: tuple[str, ...] = ()) -> None:
         self._kernels = load_kernels(machine_flags)
-        self._tables = Tables(torch.device("cpu"))
+        self._tables = PerLayout(make_table)
 
     def encode(
         self,

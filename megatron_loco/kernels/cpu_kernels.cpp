@@ -147,9 +147,6 @@ inline F load_grad(const Half* p) {
   return v;
 #endif
 }
-inline double one(float x) { return x; }
-inline double one(BFloat x) { return bits_of<float>((uint32_t)x.bits << 16); }
-inline double one(Half x) { return half_to_float(x.bits); }
 
 // A vector of sums in the type of the output.
 inline F rounded_to(float, F v) { return v; }
@@ -534,7 +531,7 @@ template <class T, int kErrorBits> struct Encoder {
       return;
     }
     const T* grad = grad_of(block);
-    statistics[0] += sum_of_squares(block.grad_sq, block.numel, [&](int i) { return one(grad[i]); });
+    statistics[0] += sum_of_squares(block.grad_sq, block.numel, [&](int i) { return (double)value_of(grad[i]); });
     statistics[1] += sum_of_squares(block.residual_sq, block.numel,
                                     [&](int i) { return (double)(values[i] - (float)sent[i] * block.scale); });
     if (kErrorBits != 0 && !a.reset)
@@ -692,8 +689,6 @@ constexpr int kMaxThreads = 256;
 }  // namespace
 
 extern "C" {
-
-int32_t loco_lanes() { return kLanes; }
 
 void loco_encode(const Encode* a) {
   static_assert(kMaxThreads * kStatistics * sizeof(double) <= 16384, "on the stack");

@@ -5,6 +5,7 @@ All numbers are int64: neither elements nor bytes of a bucket need fit in 32 bit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,46 +31,45 @@ class Table:
         zeros: int64 ``[num_gaps, 2]``, :data:`ZERO_COLUMNS`: what is to be filled with zero: byte and number of bytes
             between the regions of the send buffer, or element and number of elements of the output (padding).
         num_blocks: Blocks of all runs together.
-        num_exact: Elements of all exact ranges together.
     """
 
     runs: Tensor
     exact: Tensor
     zeros: Tensor
     num_blocks: int
-    num_exact: int
 
 
-class Tables:
-    """Tables of the layouts that a backend has met, on the device where it needs them; made once each."""
+class PerLayout[T]:
+    """What a backend needs to know of each layout that it meets, made once.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        make: Makes it for an encode of a layout (rank -1), or for a decode on a rank.
+    """
+
+    def __init__(self, make: Callable[[BucketLayout, int], T]) -> None:
+        self._make = make
         # By identity: comparing layouts of hundreds of ranks would cost more than a launch. The layout is kept, so that
         # no other one can have its address.
-        self._made: dict[tuple[int, int], tuple[BucketLayout, Table]] = {}
+        self._made: dict[tuple[int, int], tuple[BucketLayout, T]] = {}
 
-    def encode(self, layout: BucketLayout) -> Table:
-        """The table of an encode."""
+    def encode(self, layout: BucketLayout) -> T:
+        """For an encode."""
         return self._get(layout, -1)
 
-    def decode(self, layout: BucketLayout, rank: int) -> Table:
-        """The table of a decode on ``rank``."""
+    def decode(self, layout: BucketLayout, rank: int) -> T:
+        """For a decode on ``rank``."""
         return self._get(layout, rank)
 
-    def _get(self, layout: BucketLayout, rank: int) -> Table:
+    def _get(self, layout: BucketLayout, rank: int) -> T:
         key = id(layout), rank
         if key not in self._made:
-            table = encode_table(layout) if rank < 0 else decode_table(layout, rank)
-            on_device = Table(
-                table.runs.to(self._device),
-                table.exact.to(self._device),
-                table.zeros.to(self._device),
-                table.num_blocks,
-                table.num_exact,
-            )
-            self._made[key] = layout, on_device
+            self._made[key] = layout, self._make(layout, rank)
         return self._made[key][1]
+
+
+def make_table(layout: BucketLayout, rank: int) -> Table:
+    """The table of an encode (rank -1) or of a decode on ``rank``."""
+    return encode_table(layout) if rank < 0 else decode_table(layout, rank)
 
 
 def encode_table(layout: BucketLayout) -> Table:
@@ -144,5 +144,4 @@ def _table(
         torch.tensor(exact, dtype=torch.int64).view(-1, len(EXACT_COLUMNS)),
         torch.tensor(zeros, dtype=torch.int64).view(-1, len(ZERO_COLUMNS)),
         num_blocks,
-        sum(numel for _, numel, _ in exact),
     )

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from megatron_loco.core.error_feedback import ErrorState, step_hash
 from megatron_loco.core.wire import ALIGNMENT_BYTES, SCALE_BYTES, BucketLayout
-from megatron_loco.kernels.triton_plan import Plans
+from megatron_loco.kernels.tables import PerLayout
+from megatron_loco.kernels.triton_plan import make_plan
 from megatron_loco.kernels.triton_settings import (
     GAPS_PER_PROGRAM,
     decode_rest_settings,
@@ -71,7 +72,7 @@ class TritonBackend:
             )
         self._device = device
         self._kernels = load_kernels(interpret)
-        self._plans = Plans(device)
+        self._plans = PerLayout(lambda layout, rank: make_plan(layout, rank, device))
 
     def encode(
         self,

@@ -39,29 +39,6 @@ class Plan:
     exact_unit: int
 
 
-class Plans:
-    """Plans of the layouts that a backend has met on a device; made once each, as in ``tables.Tables``."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # By identity; the layout is kept, so that no other one can have its address.
-        self._made: dict[tuple[int, int], tuple[BucketLayout, Plan]] = {}
-
-    def encode(self, layout: BucketLayout) -> Plan:
-        """The plan of an encode."""
-        return self._get(layout, -1)
-
-    def decode(self, layout: BucketLayout, rank: int) -> Plan:
-        """The plan of a decode on ``rank``."""
-        return self._get(layout, rank)
-
-    def _get(self, layout: BucketLayout, rank: int) -> Plan:
-        key = id(layout), rank
-        if key not in self._made:
-            self._made[key] = layout, make_plan(layout, rank, self._device)
-        return self._made[key][1]
-
-
 def make_plan(layout: BucketLayout, rank: int, device: torch.device) -> Plan:
     """Make the plan of a decode on ``rank``, or, of -1, of an encode."""
     if rank < 0:

@@ -39,16 +39,7 @@ class Ranks:
         for state, grad in zip(self.states, grads, strict=True):
             send = torch.full((self.layout.send_bytes,), 0xFF, dtype=torch.uint8)
             state.begin_step()
-            state.backend.encode(
-                grad,
-                state.error,
-                self.layout,
-                send,
-                step=state.step,
-                beta=state.config.beta,
-                reset=state.resets_now,
-                statistics=state.statistics,
-            )
+            state.encode(grad, self.layout, send)
             state.end_step()
             sends.append(send.split(self.layout.send_splits))
         return sends

@@ -106,16 +106,7 @@ def test_gpu_and_cpu_give_the_same_bits(bits: int, dtype: torch.dtype) -> None:
                 grad[900] = math.nan
             send = torch.full((layout.send_bytes,), 0xFF, dtype=torch.uint8, device=device)
             state.begin_step()
-            state.backend.encode(
-                grad.to(device),
-                state.error,
-                layout,
-                send,
-                step=state.step,
-                beta=config.beta,
-                reset=state.resets_now,
-                statistics=state.statistics,
-            )
+            state.encode(grad.to(device), layout, send)
             state.end_step()
             output = torch.full((numel // world_size,), math.nan, dtype=dtype, device=device)
             received = send[: layout.send_splits[0]].repeat(world_size)
