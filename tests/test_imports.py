@@ -21,6 +21,8 @@ LEVELS = {
     "collectives": 2,
     "integrations": 3,
     "cpu": 3,
+    "ddp": 4,
+    "fsdp2": 4,
     "launch": 4,
     "bench": 4,
 }
@@ -65,13 +67,23 @@ def test_imports_go_one_way() -> None:
 
 
 @pytest.mark.kind(26)
-@pytest.mark.parametrize("module", ["megatron_loco", "megatron_loco.collectives.reduce_scatter", "megatron_loco.cpu"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "megatron_loco",
+        "megatron_loco.collectives.reduce_scatter",
+        "megatron_loco.cpu",
+        "megatron_loco.ddp",
+        "megatron_loco.fsdp2",
+    ],
+)
 def test_imports_without_triton_and_megatron_and_patches_nothing(module: str) -> None:
     # None in sys.modules makes an import of that name fail, as if it were not installed.
     program = f"""
 import sys
 sys.modules.update({{"triton": None, "megatron": None, "transformer_engine": None, "apex": None}})
 import torch
+import torch.distributed.checkpoint, torch.distributed.fsdp  # these set names in each other when imported
 before = {{name: dict(vars(m)) for name, m in list(sys.modules.items()) if m and name.startswith("torch.distributed")}}
 before["cuda"] = dict(vars(torch.cuda))
 import {module}

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ def save_counters(states: Sequence[BucketState]) -> Tensor:
     units = torch.stack([state.unit for state in states]).tolist()
     rows = [
         [_to_bits(value) for value in (state.step, unit, *dataclasses.astuple(state.traffic), *sums)]
-        for state, unit, sums in zip(states, units, _error_checksums(states), strict=True)
+        for state, unit, sums in zip(states, units, _checksums([s.error.tensors() for s in states]), strict=True)
     ]
     table = torch.tensor(rows, dtype=torch.int64)
     return torch.cat([table, _row_checksums(table)], dim=1).to(states[0].unit.device)
@@ -66,17 +66,25 @@ def damaged(states: Sequence[BucketState], table: Tensor, names: Sequence[str]) 
     Returns:
         ``"<state> (<tensor>)"`` of each tensor that is not what was saved; empty if all are.
     """
+    return damaged_tensors([(state.name, state.error.tensors()) for state in states], table, names)
+
+
+def damaged_tensors(
+    errors: Sequence[tuple[str, Mapping[str, Tensor]]], table: Tensor, names: Sequence[str]
+) -> list[str]:
+    """Name what differs from its checksum, before there are states: of pairs of a name and error tensors."""
     table = table.cpu()
     intact = (_row_checksums(table[:, :-1]) == table[:, -1:]).squeeze(1).tolist()
     problems = []
-    for state, row, row_is_intact, sums in zip(states, table.tolist(), intact, _error_checksums(states), strict=True):
+    found = _checksums([tensors for _, tensors in errors])
+    for (owner, tensors), row, row_is_intact, sums in zip(errors, table.tolist(), intact, found, strict=True):
         if not row_is_intact:
-            problems.append(f"{state.name} (counters)")
+            problems.append(f"{owner} (counters)")
             continue
         saved = dict(zip(names, row, strict=True))
-        for name, actual in zip(state.error.tensors(), sums, strict=True):
+        for name, actual in zip(tensors, sums, strict=True):
             if saved[_CHECKSUM + name] != actual:
-                problems.append(f"{state.name} ({name})")
+                problems.append(f"{owner} ({name})")
     return problems
 
 
@@ -149,11 +157,11 @@ def world_facts(states: Sequence[BucketState], position: object, group: dist.Pro
     return WorldFacts(digest, num_states, error_bytes, int(step.item()))
 
 
-def _error_checksums(states: Sequence[BucketState]) -> list[list[int]]:
+def _checksums(errors: Sequence[Mapping[str, Tensor]]) -> list[list[int]]:
     # One transfer from the device for all.
-    tensors = [tensor for state in states for tensor in state.error.tensors().values()]
+    tensors = [tensor for error in errors for tensor in error.values()]
     sums = iter(torch.stack([checksum(tensor) for tensor in tensors]).tolist())
-    return [[next(sums) for _ in state.error.tensors()] for state in states]
+    return [[next(sums) for _ in error] for error in errors]
 
 
 def _row_checksums(table: Tensor) -> Tensor:
