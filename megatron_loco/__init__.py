@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 __all__ = ["LoCoConfig", "__version__", "patch"]
 
 
-def patch(config: LoCoConfig | None = None, *, allow_unknown_source: bool = False) -> PatchHandle:
+def patch(config: LoCoConfig | None = None, *, allow_unknown_source: bool | None = None) -> PatchHandle:
     """Put LoCo into Megatron-core; see :func:`megatron_loco.integrations.megatron.patch`."""
     from megatron_loco.integrations.megatron import patch as patch_megatron
 

@@ -2,15 +2,19 @@
 
 Rules (each has a test):
 
-1. The kind is written, ``replace`` or ``wrap``, never guessed.
+1. The kind is written, ``replace``, ``wrap`` or ``check``, never guessed.
 2. All patches of a set are validated (the target exists, has the expected parameters and, where given, a known source)
    before the first one is installed; one error lists every mismatch.
 3. ``apply`` returns a handle; ``remove`` restores in reverse order and refuses when somebody patched on top.
 4. An unknown source is an error, unless the caller says ``allow_unknown_source=True``.
+
+A function may also have been changed in its file, by a decorator line (``megatron-loco patch apply``); what is known
+here about those is how to see the original in them: :func:`decorate` and :func:`stock_of`.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import inspect
@@ -20,6 +24,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
+DECORATOR = "@loco_seam"
+"""The line that a static patch adds above a function."""
+
+_MARK = "__loco_stock__"
+
 
 class SeamError(RuntimeError):
     """A patch target is missing, has another signature or another source than the ones it was written for."""
@@ -27,11 +36,11 @@ class SeamError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """One replacement of one attribute.
+    """One replacement of one attribute, or one that is relied on as it is.
 
     Attributes:
         target: ``"package.module:Class.attribute"`` or ``"package.module:function"``.
-        kind: ``replace`` installs ``new``; ``wrap`` installs ``new(original)``.
+        kind: ``replace`` installs ``new``; ``wrap`` installs ``new(original)``; ``check`` only validates.
         new: The replacement, or for ``wrap`` a function from the original to the replacement.
         why: What breaks without this patch; shown in errors and in the documentation of the seams.
         parameters: Names of parameters that the original must accept, or ``None`` not to look.
@@ -39,9 +48,9 @@ class Patch:
     """
 
     target: str
-    kind: Literal["replace", "wrap"]
-    new: Any
+    kind: Literal["replace", "wrap", "check"]
     why: str
+    new: Any = None
     parameters: tuple[str, ...] | None = None
     sources: frozenset[str] | None = None
 
@@ -122,7 +131,7 @@ def apply(patches: Iterable[Patch], *, allow_unknown_source: bool = False) -> Pa
     problems: list[str] = []
     for patch in patches:
         try:
-            owner, name = _locate(patch.target)
+            owner, name = locate(patch.target)
             original = getattr(owner, name)
         except (ImportError, AttributeError, ValueError, TypeError) as error:  # the last two: a malformed target
             problems.append(f"{patch.target}: not found ({error})")
@@ -134,7 +143,8 @@ def apply(patches: Iterable[Patch], *, allow_unknown_source: bool = False) -> Pa
     installed: list[_Installed] = []
     try:
         for patch, owner, name in found:
-            installed.append(_install(patch, owner, name))
+            if patch.kind != "check":
+                installed.append(_install(patch, owner, name))
     except BaseException:
         while installed:
             _restore(installed.pop())
@@ -143,14 +153,39 @@ def apply(patches: Iterable[Patch], *, allow_unknown_source: bool = False) -> Pa
 
 
 def fingerprint(function: Callable[..., Any]) -> str:
-    """Return 16 hex digits that identify the source text of ``function``, indentation apart."""
-    # The text of the code object: getsource of the function would follow functools.wraps to what somebody has wrapped.
-    source = textwrap.dedent(inspect.getsource(getattr(function, "__code__", function)))
-    lines = [line.rstrip() for line in source.splitlines()]
+    """Return 16 hex digits that identify the source text of ``function``, indentation and our decorator apart."""
+    function = stock_of(function)
+    # torch.no_grad and its like stand in the text of what they decorate. Nobody else's wrapper is looked into, which
+    # getsource would do: the text is that of the code object.
+    while getattr(function, "__globals__", {}).get("__name__") == "torch.utils._contextlib":
+        function = function.__wrapped__  # type: ignore[attr-defined]
+    return fingerprint_text(inspect.getsource(getattr(function, "__code__", function)))
+
+
+def fingerprint_text(source: str) -> str:
+    """Return what :func:`fingerprint` does for a function with this text, its decorators included."""
+    lines = [line.rstrip() for line in textwrap.dedent(source).splitlines()]
+    if lines[0] == DECORATOR:
+        del lines[0]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def _locate(target: str) -> tuple[Any, str]:
+def decorate(stock: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``replacement`` look like ``stock``, which :func:`stock_of` finds in it."""
+    functools.update_wrapper(replacement, stock)
+    # With its owner: whoever wraps it once more, by functools.wraps, copies the mark.
+    setattr(replacement, _MARK, (replacement, stock))
+    return replacement
+
+
+def stock_of(function: Any) -> Any:
+    """Return what stood under our decorator; of any other function, itself."""
+    owner, stock = getattr(function, _MARK, (None, None))
+    return stock if owner is not None and owner is function else function
+
+
+def locate(target: str) -> tuple[Any, str]:
+    """Return the object that ``target`` is an attribute of, importing its module, and the attribute's name."""
     module_name, _, path = target.partition(":")
     owner: Any = importlib.import_module(module_name)
     *parents, name = path.split(".")
@@ -161,8 +196,8 @@ def _locate(target: str) -> tuple[Any, str]:
 
 def _mismatches(patch: Patch, original: Any, allow_unknown_source: bool) -> list[str]:
     problems = []
-    if patch.kind not in ("replace", "wrap"):
-        problems.append(f"{patch.target}: kind must be 'replace' or 'wrap', got {patch.kind!r}")
+    if patch.kind not in ("replace", "wrap", "check"):
+        problems.append(f"{patch.target}: kind must be 'replace', 'wrap' or 'check', got {patch.kind!r}")
     if patch.parameters is not None:
         try:
             actual_parameters = set(inspect.signature(original).parameters)

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_loco import patching
 from megatron_loco.patching import Patch, SeamError
@@ -191,6 +192,16 @@ def test_malformed_target_is_a_seam_error(module: Any, target: str) -> None:
         patching.apply([Patch(target=target, kind="replace", new=1, why="a test")])
 
 
+def test_check_validates_and_installs_nothing(module: Any) -> None:
+    before = contents(module)
+    known = patching.fingerprint(module.function)
+    handle = patching.apply([patch("function", None, "check", parameters=("x",), sources=frozenset({known}))])
+    assert handle.targets == ()
+    assert same(before, contents(module))
+    with pytest.raises(SeamError, match="unknown source"):
+        patching.apply([patch("function", None, "check", sources=frozenset({"f" * 16}))])
+
+
 @pytest.mark.parametrize("kind", ["wrpa", "", "Replace", None])
 def test_unknown_kind_is_refused(module: Any, kind: Any) -> None:
     # Rule 1: the kind is never guessed. A misspelt ``wrap`` must not install the factory as the replacement.
@@ -226,6 +237,28 @@ def test_fingerprint_is_that_of_the_text(module: Any) -> None:
     # Indentation apart: a method's text is taken as if it stood at the left margin.
     assert patching.fingerprint(module.Thing.Inner.deep) == hashlib.sha256(text.encode()).hexdigest()[:16]
     assert patching.fingerprint(module.Thing.method) != patching.fingerprint(module.function)
+
+
+def test_decorators_in_the_file_do_not_hide_the_text(module: Any, tmp_path: Path) -> None:
+    """Ours, and torch's; what somebody else puts around a function is another text."""
+    plain = "@torch.no_grad()\ndef f(x):\n    return x\n"
+    expected = hashlib.sha256(plain.strip().encode()).hexdigest()[:16]
+    assert patching.fingerprint_text(plain) == expected
+    for name, text in {"plain": plain, "ours": f"@loco_seam\n{plain}"}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        code = compile(text, str(tmp_path / f"{name}.py"), "exec")
+        exec(code, scope := {"torch": torch, "loco_seam": lambda stock: patching.decorate(stock, lambda x: x)})
+        assert patching.fingerprint(scope["f"]) == expected
+    ours = scope["f"]
+    assert ours.__name__ == "f"
+    assert patching.stock_of(ours) is not ours
+
+    @functools.wraps(ours)
+    def foreign(x: Any) -> Any:
+        return ours(x)
+
+    assert patching.stock_of(foreign) is foreign
+    assert patching.fingerprint(foreign) != patching.fingerprint(ours)
 
 
 def test_remove_refuses_when_somebody_patched_on_top(module: Any) -> None:

@@ -23,11 +23,13 @@ COMMANDS = {
         "megatron_loco.launch.report",
         "what runs logged, side by side: report RUN_DIR [RUN_DIR ...]",
     ),
+    "patch": ("megatron_loco.launch.patch_tree", "put LoCo into the files of a Megatron: patch apply PATH"),
     "bench": ("", "run a benchmark: bench NAME [...]; without a name, list them"),
 }
 
 BENCHMARKS = {
     "exchange": "time of one gradient reduction over emulated links",
+    "hooks": "LoCo beside PyTorch's own DDP hooks: loss and bytes per step",
     "kernels": "encode and decode of every backend against what memory allows",
     "step_share": "share of a training step that encode and decode take",
     "topology": "LoCo against stock Megatron on every way to spread ranks: deviation and bytes",
@@ -54,6 +56,7 @@ EXAMPLES = f"""examples:
   {PROGRAM} plan --params 6.7e9 --tokens-per-gpu 4096 --gpu a100 --nodes 8 --network-gbit 200
   {PROGRAM} doctor --nproc 2
   {PROGRAM} report runs/llama_quickstart
+  {PROGRAM} patch status ~/Megatron-LM
   {PROGRAM} bench wire --ranks 4
   {PROGRAM} COMMAND --help
 

@@ -15,7 +15,7 @@ from pathlib import Path
 OK, WARN, FAIL, NOT_APPLICABLE = "ok", "warn", "fail", "not applicable"
 
 _VIRTUAL = ("lo", "docker", "veth", "br-", "virbr", "cni", "flannel", "cali", "tun", "tap", "dummy")
-_REQUIREMENTS = {"torch": ">=2.9,<2.15", "megatron-core": ">=0.19.0,<0.20"}
+_REQUIREMENTS = {"torch": ">=2.9,<2.15", "megatron-core": ">=0.16.1,<0.20"}
 """As in setup.py; used where the package runs from a checkout and has no metadata. A test compares the two."""
 
 

@@ -64,6 +64,8 @@ def test_every_command_has_help_with_an_exit_status(command: str, capsys: pytest
         (["report", "missing"], "missing"),
         (["plan", "--gpu", "a100"], "--network-gbit"),
         (["doctor", "--nproc", "0"], "--nproc must be at least 1"),
+        (["patch", "aply", "."], "invalid choice"),
+        (["patch", "status", "missing"], "no Megatron there"),
     ],
 )
 def test_wrong_usage_ends_with_2(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

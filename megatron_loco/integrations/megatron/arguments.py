@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_loco.config import OFF, LoCoConfig, fields, flag
+from megatron_loco.integrations.megatron.differences import captures_whole_step
 
 _OPTIMIZERS = ("adam", "sgd")
 
@@ -59,8 +60,9 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "--cuda-graph-impl",
-        lambda a: a.cuda_graph_impl == "full_iteration",
-        "a captured step would repeat the warm-up, reset and dither of one step for ever; use another implementation",
+        captures_whole_step,
+        "a captured step would repeat the warm-up, reset and dither of one step for ever; use another implementation "
+        "(until Megatron 0.17: another --cuda-graph-scope) than full_iteration",
     ),
     (
         "--use-nccl-ub",
@@ -95,13 +97,20 @@ def wrap_add_megatron_arguments(stock: Callable[..., Any]) -> Callable[..., Any]
     return add_megatron_arguments
 
 
-def wrap_validate_args(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the replacement of ``megatron.training.arguments.validate_args``."""
+def wrap_validate_args(stock: Callable[..., Any], at_start: Callable[[], None] = lambda: None) -> Callable[..., Any]:
+    """Return the replacement of ``megatron.training.arguments.validate_args``.
+
+    Args:
+        stock: The original.
+        at_start: Called if LoCo is on, before anything else is looked at.
+    """
 
     def validate_args(args: Any, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006 - Megatron's own signature
         # Values first, so that Megatron's own print-out of its arguments shows the effective ones; combinations last,
         # when Megatron has derived what it derives.
         resolve_loco_args(args)
+        if config_from_args(args) is not None:
+            at_start()
         result = stock(args, defaults)
         check_combinations(args)
         return result

@@ -128,13 +128,13 @@ class Checkpoints:
 
     def announce(self, config: LoCoConfig | None) -> None:
         """Say at the start, and once, if the checkpoints that this run writes will not hold the error state."""
-        from megatron.training.global_vars import get_args
-
         if config is None or self._announced:
             return
         try:
+            from megatron.training.global_vars import get_args
+
             args = get_args()
-        except AssertionError:  # megatron.core used as a library: its checkpoints are not ours
+        except (ImportError, AssertionError):  # megatron.core used as a library: its checkpoints are not ours
             return
         if not args.save:
             return

@@ -13,6 +13,7 @@ from megatron_loco import __version__
 from megatron_loco.collectives.saved_state import column_names, world_facts
 from megatron_loco.collectives.state import BucketState
 from megatron_loco.config import LoCoConfig, flag
+from megatron_loco.integrations.megatron.differences import gradient_spans
 from megatron_loco.integrations.megatron.optimizers import bucket_groups_of, models_of, states_of
 
 FORMAT = 1
@@ -121,7 +122,7 @@ def _meaning(model: Any) -> list[Any]:
     return [
         [model.ddp_config.average_in_collective, model.config.calculate_per_token_loss],
         [
-            [bucket.gradient_scaling_factor, [[names[p], start] for p, (start, _) in bucket.param_to_index.items()]]
+            [bucket.gradient_scaling_factor, [[names[p], start] for p, (start, _) in gradient_spans(bucket).items()]]
             for bucket_group in bucket_groups_of(model)
             for bucket in bucket_group.buckets
         ],

@@ -34,6 +34,11 @@ from megatron_loco.config import LoCoConfig
 from megatron_loco.core.exchange import plan_exchange, ring_cost
 from megatron_loco.core.wire import ParamSpan
 from megatron_loco.integrations.megatron import units
+from megatron_loco.integrations.megatron.differences import (
+    captures_whole_step,
+    gradient_spans,
+    waits_for_wrong_stream,
+)
 from megatron_loco.integrations.megatron.node_placement import NodePlacement, describe
 from megatron_loco.integrations.megatron.startup_report import Attached, num_gradients, report
 
@@ -178,10 +183,7 @@ class GradSync:
                 _StockExchange(bucket, group.size(), topology.nodes if bucket in attached.small else (), instances)
                 for bucket in bucket_group.buckets
             ]
-            if ddp.ddp_config.overlap_grad_reduce:
-                # As stock does for its own all-to-all: finish the predecessor before starting the next, so that the
-                # scratch memory of two groups is in flight at most.
-                bucket_group.previous_grad_reduce_bucket_group = previous
+            bucket_group.loco_previous = previous
             previous = bucket_group
             peer = group.rank() // topology.ranks_per_node if topology.kind == TWO_LEVEL else group.rank()
             for pool in dict.fromkeys(state.scratch for _, state in states):
@@ -251,6 +253,8 @@ class GradSync:
                         "zero_grad_buffer() of the model before each step, and finish_grad_sync() once"
                     )
                 self.unit.check_known(bucket_group.loco_model_config, states[0][1].config)
+            if bucket_group.loco_previous is not None:
+                _finish_transfers(bucket_group.loco_previous)
             of_group = _Dispatch(states, bucket_group.loco_stock, bucket_group.loco_model_config)
             with self._dispatching(of_group) as dispatch:
                 stock(bucket_group, force_all_reduce=force_all_reduce)
@@ -296,7 +300,7 @@ class GradSync:
             topology.nodes,
             [
                 ParamSpan(start, stop, exact=config.is_exact(param_names[param], param.dim()))
-                for param, (start, stop) in bucket.param_to_index.items()
+                for param, (start, stop) in gradient_spans(bucket).items()
             ],
             two_level=topology.kind == TWO_LEVEL,
             bits=config.bits,
@@ -318,7 +322,7 @@ class GradSync:
 
     @contextmanager
     def _dispatching(self, dispatch: _Dispatch) -> Iterator[_Dispatch]:
-        # A stack: starting one group may first finish, and in the first batch start, its predecessor.
+        # A stack: stock may finish the predecessor of a group first, and in the first batch so start it.
         if not hasattr(self._in_progress, "stack"):
             self._in_progress.stack = []
         self._in_progress.stack.append(dispatch)
@@ -326,6 +330,13 @@ class GradSync:
             yield dispatch
         finally:
             self._in_progress.stack.pop()
+
+
+def _finish_transfers(bucket_group: Any) -> None:
+    # So that the scratch memory of two groups is in flight at most. As stock does since 0.18 for an all-to-all of its
+    # own, but leaving the handle where it is: finish_grad_sync of every release waits for it once more, in vain.
+    if isinstance(bucket_group.grad_reduce_handle, _GroupWork):
+        bucket_group.grad_reduce_handle.wait()
 
 
 def _refusal(ddp: Any) -> str | None:
@@ -353,10 +364,16 @@ def _refusal(ddp: Any) -> str | None:
             "sharing the gradient buffer with the gather of mxfp8 parameters needs Transformer Engine and is not "
             "verified with LoCo: leave reuse_grad_buf_for_mxfp8_param_ag off"
         )
-    if ddp.config.cuda_graph_impl == "full_iteration":
+    if captures_whole_step(ddp.config):
         return (
             "a captured step would repeat the warm-up, reset and dither of one step for ever: use another "
-            "cuda_graph_impl than full_iteration"
+            "cuda_graph_impl (until Megatron 0.17: another cuda_graph_scope) than full_iteration"
+        )
+    if waits_for_wrong_stream(settings):
+        return (
+            "with several optimizer instances and overlap, Megatron 0.16 waits for the wrong stream "
+            "(Megatron-LM issue 3670): leave overlap_grad_reduce (--overlap-grad-reduce) or "
+            "num_distributed_optimizer_instances (--num-distributed-optimizer-instances) off, or use Megatron 0.17"
         )
     if any(getattr(param, "is_gtp_weight_remat", False) for param in ddp.module.parameters()):
         return (

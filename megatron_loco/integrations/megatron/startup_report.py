@@ -38,7 +38,7 @@ class Attached:
 
 def num_gradients(bucket: Any) -> int:
     """Elements of a bucket without Megatron's padding: from the shapes of its parameters, equal on all ranks."""
-    return sum(stop - start for start, stop in bucket.param_to_index.values())
+    return sum(param.numel() for param in bucket.params_list)
 
 
 def report(attached: Attached, ddp_config: Any, config: LoCoConfig) -> None:

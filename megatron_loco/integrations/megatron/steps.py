@@ -50,9 +50,10 @@ def wrap_optimizer_step(active: Callable[[], LoCoConfig | None], stock: Callable
 
 def wrap_should_run_forward_backward(states: Iterable[BucketState], stock: Callable[..., bool]) -> Callable[..., bool]:
     """Return the replacement of ``RerunStateMachine.should_run_forward_backward``."""
-    from megatron.core.rerun_state_machine import RerunState
 
     def should_run_forward_backward(machine: Any, data_iterator: Any) -> bool:
+        from megatron.core.rerun_state_machine import RerunState
+
         # From any other state the pass that comes is the first of its iteration in this process.
         has_run = machine.state == RerunState.INITIAL_RUN
         runs = stock(machine, data_iterator)
@@ -99,7 +100,9 @@ def discard(states: Iterable[BucketState]) -> None:
 
 def _is_thrown_away(optimizer: Any, is_skipped: bool) -> bool:
     leaves = leaf_optimizers(optimizer)
-    if not any(math.isfinite(leaf.config.grad_norm_skip_threshold) for leaf in leaves):
+    # Since 0.18.
+    thresholds = [getattr(leaf.config, "grad_norm_skip_threshold", math.inf) for leaf in leaves]
+    if not any(map(math.isfinite, thresholds)):
         return is_skipped
     skipped = torch.tensor(float(is_skipped), device=torch.cuda.current_device())
     for group in dict.fromkeys(leaf.get_grad_stats_parallel_group() for leaf in leaves):

@@ -37,6 +37,10 @@ def _preload() -> None:
         warnings.simplefilter("ignore")
         for module in _PRELOADED:
             importlib.import_module(module)
+    if "MEGATRON_ONLY_FROM" in os.environ:
+        from tests._releases import check_origin
+
+        check_origin()
 
 
 def _run(request: Mapping[str, Any]) -> int:

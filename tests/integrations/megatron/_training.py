@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from megatron_loco.launch.report import Run
+from tests._releases import environment
 
 MODEL = (
     "--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion --no-masked-softmax-fusion"
@@ -47,6 +48,7 @@ def train(
     num_ranks: int = 2,
     iterations: int = 8,
     torchrun: bool = False,
+    megatron: Path | None = None,
 ) -> Run:
     """Train and return what was logged.
 
@@ -58,11 +60,14 @@ def train(
         iterations: Training steps.
         torchrun: Start the ranks as users do, each a new process under torchrun's agent. Else they are forked from a
             server that has imported Megatron (:mod:`_rank_server`), which is five times as fast.
+        megatron: Folder that holds the ``megatron`` of another release (:mod:`tests._releases`); by fork only.
 
     Raises:
         AssertionError: the run failed; with the end of its output.
     """
-    output = launch(folder, *flags, entry=entry, num_ranks=num_ranks, iterations=iterations, torchrun=torchrun)
+    output = launch(
+        folder, *flags, entry=entry, num_ranks=num_ranks, iterations=iterations, torchrun=torchrun, megatron=megatron
+    )
     assert output.returncode == 0, output.stdout[-6000:]
     return Run.read(folder)
 
@@ -74,13 +79,17 @@ def launch(
     num_ranks: int = 2,
     iterations: int = 8,
     torchrun: bool = False,
+    megatron: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Like :func:`train`, but return the outcome, whose ``stdout`` holds both streams of all ranks."""
     arguments = [
         *(*entry[1:], *MODEL, "--train-iters", str(iterations), "--tensorboard-dir", str(folder / "tensorboard")),
         *flags,
     ]
-    return (_launch_with_torchrun if torchrun else _launch_by_fork)(entry[0], arguments, num_ranks)
+    if torchrun:
+        assert megatron is None
+        return _launch_with_torchrun(entry[0], arguments, num_ranks)
+    return _launch_by_fork(entry[0], arguments, num_ranks, megatron)
 
 
 def _launch_with_torchrun(module: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
@@ -97,55 +106,65 @@ def _launch_with_torchrun(module: str, arguments: list[str], num_ranks: int) -> 
     )
 
 
-def _launch_by_fork(module: str, arguments: list[str], num_ranks: int) -> subprocess.CompletedProcess[str]:
-    global _server
-    if _server is None or _server.poll() is not None:
-        _server = _start_server()
-    assert _server.stdin is not None
-    assert _server.stdout is not None
+def _launch_by_fork(
+    module: str, arguments: list[str], num_ranks: int, megatron: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    server = _servers.get(megatron)
+    if server is None or server.poll() is not None:
+        server = _servers[megatron] = _start_server(megatron)
+    assert server.stdin is not None
+    assert server.stdout is not None
     with tempfile.NamedTemporaryFile("r", errors="replace") as output:
         request = {
             "module": module,
             "arguments": arguments,
             "num_ranks": num_ranks,
-            "environment": _environment(),
+            "environment": _environment(megatron),
             "output": output.name,
         }
-        _server.stdin.write(json.dumps(request) + "\n")
-        _server.stdin.flush()
-        if not select.select([_server.stdout], [], [], TIMEOUT_S)[0]:
-            _stop_server(_server)
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        if not select.select([server.stdout], [], [], TIMEOUT_S)[0]:
+            stop_server(megatron)
             raise AssertionError(f"no end after {TIMEOUT_S} s:\n{output.read()[-6000:]}")
-        answer = _server.stdout.readline()
+        answer = server.stdout.readline()
         assert answer, f"the server ended:\n{output.read()[-6000:]}"
         return subprocess.CompletedProcess([module, *arguments], int(answer), output.read())
 
 
-_server: subprocess.Popen[str] | None = None
+_servers: dict[Path | None, subprocess.Popen[str]] = {}
+"""By the folder of their Megatron; ``None``: the installed one."""
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+def _environment(megatron: Path | None = None) -> dict[str, str]:
+    return {**(os.environ if megatron is None else environment(megatron)), "OMP_NUM_THREADS": "1"}
 
 
-def _start_server() -> subprocess.Popen[str]:
-    server = subprocess.Popen(
+def _start_server(megatron: Path | None) -> subprocess.Popen[str]:
+    if not _servers:
+        atexit.register(_stop_servers)
+    return subprocess.Popen(
         [sys.executable, "-m", "tests.integrations.megatron._rank_server"],
-        env={**_environment(), "TORCHDYNAMO_DISABLE": "1"},
+        env={**_environment(megatron), "TORCHDYNAMO_DISABLE": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-    atexit.register(_stop_server, server)
-    return server
 
 
-def _stop_server(server: subprocess.Popen[str]) -> None:
+def stop_server(megatron: Path | None) -> None:
+    """End the server of a Megatron and its ranks: each keeps half a gigabyte."""
+    server = _servers.pop(megatron)
     # The whole session: its ranks too.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
     server.wait()
+
+
+def _stop_servers() -> None:
+    for megatron in list(_servers):
+        stop_server(megatron)
 
 
 def differences(run: Run, other: Run, first_iteration: int = 1) -> list[str]:
