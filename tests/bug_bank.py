@@ -33,8 +33,6 @@ def _kind(number: int, name: str, report: str, later: str = "") -> Kind:
     return Kind(number, name, _GITHUB + report, later)
 
 
-_NO_TORCH_DDP = "hook for torch DDP and FSDP2"
-
 KINDS: dict[int, Kind] = {
     kind.number: kind
     for kind in (
@@ -43,12 +41,7 @@ KINDS: dict[int, Kind] = {
         _kind(4, "a step runs again and the state has already moved", "NVIDIA/Megatron-LM/issues/3884"),
         _kind(5, "switched on or off across a resume", "pytorch/pytorch/issues/148252"),
         _kind(6, "checkpoint loaded by another number of ranks", "NVIDIA/Megatron-LM/issues/659"),
-        _kind(
-            9,
-            "the error of one bucket is added to another",
-            "pytorch/pytorch/pull/51427",
-            f"{_NO_TORCH_DDP}: buckets that are rebuilt after the first step",
-        ),
+        _kind(9, "the error of one bucket is added to another", "pytorch/pytorch/pull/51427"),
         _kind(12, "tied embeddings on two pipeline stages", "NVIDIA/Megatron-LM/issues/844"),
         _kind(13, "one reduction is dispatched twice", "NVIDIA/Megatron-LM/issues/775"),
         _kind(15, "a wait() that waits for nothing", "pytorch/pytorch/issues/122807"),
@@ -56,50 +49,20 @@ KINDS: dict[int, Kind] = {
         _kind(19, "scale held up by a floor, or underflowing", "pytorch/ao/pull/4534"),
         _kind(20, "expert gradients divided by the wrong number", "deepspeedai/DeepSpeed/pull/6546"),
         _kind(21, "ranks run different numbers of collectives", "NVIDIA/Megatron-LM/issues/1462"),
-        _kind(
-            22,
-            "accumulation reduces at the wrong micro-batch",
-            "NVIDIA/Megatron-LM/pull/7186",
-            f"{_NO_TORCH_DDP}: no_sync and set_requires_gradient_sync",
-        ),
-        _kind(
-            23,
-            "replicas end with different values",
-            "local-inference-lab/b12x/pull/44",
-            f"{_NO_TORCH_DDP}: gradients straight out of an all-reduce",
-        ),
+        _kind(22, "accumulation reduces at the wrong micro-batch", "NVIDIA/Megatron-LM/pull/7186"),
+        _kind(23, "replicas end with different values", "local-inference-lab/b12x/pull/44"),
         _kind(25, "a documented configuration fails, or dtypes do not match", "deepspeedai/DeepSpeed/issues/3809"),
         _kind(26, "CUDA is taken for granted", "flagos-ai/FlagScale/issues/1289"),
-        _kind(
-            27,
-            "state of the reduction cannot be saved",
-            "pytorch/pytorch/issues/75666",
-            f"{_NO_TORCH_DDP}: their states in a checkpoint",
-        ),
+        _kind(27, "state of the reduction cannot be saved", "pytorch/pytorch/issues/75666"),
         _kind(28, "frozen parameters", "NVIDIA/Megatron-LM/pull/688"),
-        _kind(
-            29,
-            "a parameter that the forward pass does not use",
-            "NVIDIA/Megatron-LM/issues/1150",
-            f"{_NO_TORCH_DDP}: find_unused_parameters",
-        ),
+        _kind(29, "a parameter that the forward pass does not use", "NVIDIA/Megatron-LM/issues/1150"),
         _kind(31, "a partial last block reads what lies behind it", "bitsandbytes-foundation/bitsandbytes/pull/1884"),
-        _kind(
-            32,
-            "a launcher falls back and hides the fault",
-            "mlc-ai/pith-train/pull/91",
-            "Slurm script: stub srun and scontrol on PATH",
-        ),
+        _kind(32, "a launcher falls back and hides the fault", "mlc-ai/pith-train/pull/91"),
         _kind(34, "types of YAML scalars", "hiyouga/LLaMA-Factory/issues/4014"),
         _kind(35, "a sum where the mean was asked", "pytorch/pytorch/issues/162338"),
         _kind(36, "runs that should be equal differ", "NVIDIA/Megatron-LM/issues/2369"),
         _kind(38, "a block of zeros", "bitsandbytes-foundation/bitsandbytes/issues/1744"),
-        _kind(
-            39,
-            "strides ignored, or heeded by one backend only",
-            "bitsandbytes-foundation/bitsandbytes/issues/1995",
-            f"{_NO_TORCH_DDP}: shards of a DTensor",
-        ),
+        _kind(39, "strides ignored, or heeded by one backend only", "bitsandbytes-foundation/bitsandbytes/issues/1995"),
         _kind(
             40,
             "slower than without, and measured wrongly",
