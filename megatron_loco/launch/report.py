@@ -80,7 +80,7 @@ def print_summary(output_dir: Path, unigram_entropy: float | None = None) -> Non
         console.print(text)
     # The mean hides the exact warm-up steps; they are paid for, so they count here.
     wire, bf16 = run.scalars.get(WIRE), run.scalars.get(BF16)
-    if wire and bf16:
+    if wire and bf16 and any(wire.values()):  # one data-parallel rank sends nothing
         ratio = sum(bf16.values()) / sum(wire.values())
         console.print(
             f"gradient bytes on the wire, whole run with its exact warm-up: {ratio:.2f} times less than a ring "

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_loco.launch import report
-from megatron_loco.launch.report_runs import LOSS, STEP_TIME, VALIDATION_LOSS, Run
+from megatron_loco.launch.report_runs import BF16, LOSS, STEP_TIME, VALIDATION_LOSS, WIRE, Run
 from tests.launch._logged_run import scalars, write_run, write_scalars, write_settings
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -37,6 +37,14 @@ def test_one_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     report.print_summary(run, 3.25)
     # 20 of 200 iterations send 8 MB, the others 1 MB: 800 / (160 + 180)
     assert "2.35 times less" in capsys.readouterr().out
+
+
+def test_a_run_of_one_rank_sends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_scalars(tmp_path, {LOSS: {10: 2.0}, WIRE: {10: 0.0}, BF16: {10: 0.0}})
+    report.print_summary(tmp_path, None)
+    output = capsys.readouterr().out
+    assert "2.0000" in output
+    assert "times less" not in output
 
 
 def test_a_resumed_run_keeps_the_last_values(tmp_path: Path) -> None:
