@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_loco.kernels.cpu_build import _cache_folder
+from megatron_loco.kernels.cpu_build import cache_folder
 
 RELEASES = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 """The latest of each supported series. The wheel of 0.16 has no ``megatron.training``."""
@@ -134,7 +134,7 @@ def _fetch(requirement: str, name: str) -> tuple[Path | None, str]:
 
 
 def _releases_folder() -> Path:
-    return _cache_folder() / "releases"
+    return cache_folder() / "releases"
 
 
 @functools.cache

@@ -10,6 +10,8 @@ Importing this package patches nothing and imports neither Megatron nor Triton; 
 function each, and which Megatron call needs it, stands in ``PATCHES`` of :mod:`placement`, :mod:`device`, :mod:`rng`,
 :mod:`gloo` and :mod:`megatron`.
 
+What only some releases need is in :func:`megatron.patches_of`. Hybrid models are made of :mod:`hybrid_specs`.
+
 The flags that Megatron needs on CPU are enforced by :func:`check_arguments`, which also runs by itself inside
 Megatron's own argument validation while the runtime is active.
 """

@@ -27,10 +27,15 @@ def _other_than(*allowed: Any) -> Callable[[Any, Namespace], bool]:
     return lambda value, _args: value is not None and value not in allowed
 
 
+def _other_than_local_hybrid(value: Any, args: Namespace) -> bool:
+    return bool(value) and (not set(value) <= set("*-E|") or getattr(args, "spec", None) != _HYBRID_SPEC)
+
+
 def _with_tensor_parallelism(value: Any, args: Namespace) -> bool:
     return bool(value) and getattr(args, "tensor_model_parallel_size", 1) > 1
 
 
+_HYBRID_SPEC = ["megatron_loco.cpu.hybrid_specs", "hybrid_stack_local_spec"]
 _NEEDS_TE = "needs Transformer Engine"
 _NO_GRAPHS = "there are no CUDA graphs"
 
@@ -59,8 +64,13 @@ _RULES = (
     _Rule("moe_enable_deepep", _is_set, "drop it; DeepEP needs GPUs"),
     _Rule("moe_permute_fusion", _is_set, f"drop it; it {_NEEDS_TE}"),
     _Rule("moe_router_fusion", _is_set, f"drop it; it {_NEEDS_TE}"),
-    _Rule("hybrid_layer_pattern", _is_set, f"a GPT model; the hybrid stack's norm {_NEEDS_TE}"),
-    _Rule("hybrid_override_pattern", _is_set, f"a GPT model; the hybrid stack's norm {_NEEDS_TE}"),
+    _Rule(
+        "hybrid_layer_pattern",
+        _other_than_local_hybrid,
+        f"only *, -, E and |, and with --spec {' '.join(_HYBRID_SPEC)} (other layers need GPUs, Megatron's own spec "
+        "Transformer Engine)",
+    ),
+    _Rule("hybrid_override_pattern", _is_set, "--hybrid-layer-pattern, which 0.18 has"),
     _Rule("fp8", _is_set, f"drop --fp8-format; it {_NEEDS_TE}"),
     _Rule("fp4", _is_set, f"drop --fp4-format; it {_NEEDS_TE}"),
     _Rule(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from megatron_loco.cpu.adam import FusedAdam
@@ -43,7 +45,8 @@ def use_built_index_builder(original: Callable[[], None]) -> Callable[[], None]:
 def check_before_validation(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``validate_args`` to run :func:`check_arguments` first, before any process group exists.
 
-    Needed by ``parse_and_validate_args``: most of these flags fail much later, with errors that name no flag.
+    Needed by ``parse_and_validate_args`` (before 0.18: ``initialize_megatron``): most of these flags fail much later,
+    with errors that name no flag.
     """
 
     @functools.wraps(original)
@@ -52,6 +55,31 @@ def check_before_validation(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(args, {} if defaults is None else defaults)
 
     return validate_args_for_cpu
+
+
+def keep_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the interleaved pipeline schedule to keep a stage's outputs until they are sent.
+
+    Needed by ``forward_backward_pipelining_with_interleaving`` until 0.17, which frees them right after the send began
+    (``deallocate_pipeline_outputs``): on a GPU the stream orders the two, Gloo's threads would send what comes next.
+    """
+
+    @functools.wraps(original)
+    def forward_backward(*, model: Any, **kwargs: Any) -> Any:
+        get_model_config = importlib.import_module("megatron.core.utils").get_model_config
+        for chunk in model:
+            get_model_config(chunk).deallocate_pipeline_outputs = False
+        return original(model=model, **kwargs)
+
+    return forward_backward
+
+
+def norm_of_torch(original: Any) -> Any:
+    """Return Megatron's torch norm, of the kind that the configuration says, in place of Transformer Engine's.
+
+    Needed by ``HybridStack.__init__``, for the norm behind the last layer.
+    """
+    return importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
 
 
 _WHY_ADAM = "without Transformer Engine and Apex, DistributedOptimizer cannot resume (see FusedAdam)"
@@ -64,14 +92,16 @@ INDEX_BUILDER = Patch(
 )
 """Needed with an installed megatron-core on every device."""
 
+_VALIDATION = Patch(
+    target="megatron.training.arguments:validate_args",
+    kind="wrap",
+    new=check_before_validation,
+    why="flags that need a GPU should be named before process groups are made",
+    parameters=("args", "defaults"),
+)
+
 PATCHES = (
-    Patch(
-        target="megatron.training.arguments:validate_args",
-        kind="wrap",
-        new=check_before_validation,
-        why="flags that need a GPU should be named before process groups are made",
-        parameters=("args", "defaults"),
-    ),
+    _VALIDATION,
     Patch(
         target="megatron.training.training:initialize_megatron",
         kind="wrap",
@@ -90,3 +120,47 @@ PATCHES = (
         why=_WHY_ADAM,
     ),
 )
+"""Needed in every release."""
+
+_OF_SOME_RELEASES = (
+    # initialize_megatron calls validate_args itself, by the name under which its module imported it.
+    ((0, 16), (0, 18), replace(_VALIDATION, target="megatron.training.initialize:validate_args")),
+    # DistributedOptimizer takes instances of this class only; since 0.19 any optimizer that can start its state.
+    (
+        (0, 16),
+        (0, 19),
+        Patch(target="megatron.core.optimizer.distrib_optimizer:Adam", kind="replace", new=FusedAdam, why=_WHY_ADAM),
+    ),
+    # 0.18 waits for the send before it frees what is sent.
+    (
+        (0, 16),
+        (0, 18),
+        Patch(
+            target="megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
+            kind="wrap",
+            new=keep_outputs,
+            why="an interleaved pipeline trains on garbage now and then: outputs are freed while Gloo sends them",
+            parameters=("model",),
+        ),
+    ),
+    # Hybrid models came with 0.18.
+    (
+        (0, 18),
+        None,
+        Patch(
+            target="megatron.core.models.hybrid.hybrid_block:TENorm",
+            kind="wrap",
+            new=norm_of_torch,
+            why="HybridStack asks no spec for its last norm, and that of Transformer Engine is not there",
+        ),
+    ),
+)
+"""First release, first release no more, patch. All that differs by release is here."""
+
+
+def patches_of(version: str) -> tuple[Patch, ...]:
+    """Return what ``megatron.core.__version__`` needs besides :data:`PATCHES`."""
+    release = tuple(int(part) for part in version.split(".")[:2])
+    return tuple(
+        patch for first, end, patch in _OF_SOME_RELEASES if first <= release and (end is None or release < end)
+    )

@@ -21,7 +21,7 @@ PATCHES: tuple[Patch, ...] = (
     *gloo.PATCHES,
     *megatron.PATCHES,
 )
-"""Everything that is replaced while the runtime is active."""
+"""What is replaced while the runtime is active; a release may need some more."""
 
 _active: Runtime | None = None
 
@@ -33,11 +33,11 @@ class Runtime:
         self._mode = placement.CudaMeansCpu()
         with contextlib.ExitStack() as undo:
             _set_environment("TORCHDYNAMO_DISABLE", "1", undo)
-            _import_megatron()
+            version = _import_megatron()
             undo.enter_context(_no_compilation())
             rng.split_generators()
             undo.callback(rng.join_generators)
-            self._patches: PatchHandle = undo.enter_context(apply(PATCHES))
+            self._patches: PatchHandle = undo.enter_context(apply((*PATCHES, *megatron.patches_of(version))))
             undo.enter_context(self._mode)
             self._undo = undo.pop_all()
 
@@ -106,7 +106,7 @@ def _set_environment(name: str, value: str, undo: contextlib.ExitStack) -> None:
         undo.callback(os.environ.__setitem__, name, before)
 
 
-def _import_megatron() -> None:
+def _import_megatron() -> str:
     # Megatron warns once per module that Transformer Engine and Apex are missing. Without a GPU that is as it should
     # be, so the import (and nothing later) is kept quiet about it.
     with warnings.catch_warnings():
@@ -114,6 +114,8 @@ def _import_megatron() -> None:
             "ignore", message=".*(Transformer Engine|transformer-engine|Apex)", category=UserWarning
         )
         importlib.import_module("megatron.training.training")
+    version: str = importlib.import_module("megatron.core").__version__
+    return version
 
 
 def _no_compilation() -> contextlib.AbstractContextManager[None]:

@@ -58,7 +58,7 @@ def load_kernels(machine_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
         BuildError: no compiler, or it or the loading fails.
     """
     command = [*_compiler(), *FLAGS, *(machine_flags or _machine_flags())]
-    path = _cache_folder() / f"cpu_kernels-{_fingerprint(command)}.so"
+    path = cache_folder() / f"cpu_kernels-{_fingerprint(command)}.so"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.is_file():
@@ -92,7 +92,8 @@ def _machine_flags() -> list[str]:
     return ["-mcpu=native"]
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where compiled kernels are kept between processes: ``MEGATRON_LOCO_CACHE``, or in the user's cache folder."""
     given = os.environ.get("MEGATRON_LOCO_CACHE")
     if given:
         return Path(given)

@@ -10,7 +10,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_loco.launch import corpus, overrides, report, torchrun, yaml_file
+from megatron_loco.launch import (
+    checkout,
+    corpus,
+    overrides,
+    preflight,
+    preflight_checkpoint,
+    report,
+    torchrun,
+    yaml_file,
+)
 from megatron_loco.launch.megatron_checks import validate
 from megatron_loco.launch.megatron_flags import MegatronFlags
 from megatron_loco.launch.resolve import OwnSections, resolve
@@ -42,10 +51,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _launch(config_file: str, words: Sequence[str], *, dry_run: bool) -> int:
     document = overrides.apply(yaml_file.load(config_file), words)
     own = OwnSections.read(document, config_file=config_file)
-    rendezvous = torchrun.Rendezvous.from_environment(own.run.nnodes, os.environ)
+    warnings: list[str] = []
+    try:
+        rendezvous = torchrun.Rendezvous.from_environment(own.run.nnodes, os.environ, own.run.rendezvous_timeout_s)
+    except ValueError as error:
+        if not dry_run:
+            raise
+        rendezvous = torchrun.Rendezvous()  # several nodes, looked at from one that is none of them
+        warnings.append(str(error))
     nproc_per_node = own.run.nproc_per_node
     environment = torchrun.rank_environment(own.environment(), nproc_per_node=nproc_per_node, environment=os.environ)
-    script = torchrun.pretrain_script(environment)
+    script = checkout.training_script(environment, own.run.script)
+    if script is not None:
+        checkout.prefer_megatron_of(script)
     own = dataclasses.replace(own, run=settle_device(own.run))
     run = own.run
     if run.device == "cpu":
@@ -54,6 +72,24 @@ def _launch(config_file: str, words: Sequence[str], *, dry_run: bool) -> int:
     flags = MegatronFlags.load()
     prepared = None if run.corpus is None else corpus.find(run.corpus, run.data_dir)
     resolved = resolve(document, own, flags, prepared)
+    args = preflight.parse(resolved.megatron_argv)
+    checkout.check_script(args, script)
+    preflight.check_layout(args, run)
+    try:
+        warnings += preflight.check(
+            args,
+            run=run,
+            loco=own.loco,
+            rendezvous=rendezvous,
+            environment=environment,
+            own_script=script is None,
+        )
+    except ValueError as error:
+        if not dry_run:
+            raise
+        warnings.append(f"the run would stop on this machine: {error}")
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     validate(
         resolved.megatron_argv,
         loco=own.loco,
@@ -62,7 +98,11 @@ def _launch(config_file: str, words: Sequence[str], *, dry_run: bool) -> int:
         environment=environment,
     )
     if run.corpus is not None and not dry_run:
-        prepared = corpus.prepare(run.corpus, run.data_dir)
+        try:
+            prepared = corpus.prepare(run.corpus, run.data_dir)
+        except OSError as error:
+            problem = f"{error.filename or run.data_dir}: {error.strerror}"
+            raise ValueError(f"run.data_dir: the corpus cannot be prepared: {problem}") from None
         resolved = resolve(document, own, flags, prepared)
 
     comment = f"{config_file}, resolved by megatron_loco.launch"
@@ -81,6 +121,10 @@ def _launch(config_file: str, words: Sequence[str], *, dry_run: bool) -> int:
         changed = {key: value for key, value in environment.items() if os.environ.get(key) != value}
         _record(Path(run.output_dir), resolved.as_yaml(comment=comment), command, changed)
     status = torchrun.run(command, environment)
+    if status != 0 and rendezvous.node_rank == 0:
+        problem = preflight_checkpoint.full_disk(args, run, own.loco)
+        if problem:  # what the ranks say of a disk that filled up does not always name it
+            print(f"error: {problem}", file=sys.stderr)
     if status == 0 and rendezvous.node_rank == 0:
         try:
             report.print_summary(Path(run.output_dir), prepared.entropy_nats if prepared is not None else None)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 VOCAB_SIZE = 257
 EOD = 256
@@ -23,9 +24,10 @@ class Written:
     Attributes:
         documents: Number of documents.
         bytes: Bytes of text, UTF-8.
-        tokens: Tokens: the bytes and one end per document.
+        tokens: Tokens: the bytes, one end per document, and roles where there are any.
         sha256: Digest of the tokens as they lie in the ``.bin`` file.
-        entropy_nats: Entropy of single tokens in nats: the loss of a model that knows only how frequent each token is.
+        entropy_nats: Entropy of single tokens that count in nats: the loss of a model that knows only how frequent each
+            is.
         index_bytes: Size of the ``.idx`` file.
     """
 
@@ -35,6 +37,11 @@ class Written:
     sha256: str
     entropy_nats: float
     index_bytes: int
+
+
+def encode(text: str) -> NDArray[np.uint8]:
+    """Return the bytes of a text, which are its tokens."""
+    return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
 
 
 def write(texts: Iterable[str], prefix: Path) -> Written:
@@ -47,22 +54,42 @@ def write(texts: Iterable[str], prefix: Path) -> Written:
     Returns:
         Sizes, digest and entropy.
     """
+    return write_tokens((np.append(encode(text), EOD).astype(np.uint16) for text in texts), prefix)
+
+
+def write_tokens(
+    documents: Iterable[NDArray[np.uint16]],
+    prefix: Path,
+    is_counted: Callable[[NDArray[np.uint16]], NDArray[np.bool_]] | None = None,
+) -> Written:
+    """Write documents that are tokens already.
+
+    Args:
+        documents: Their tokens.
+        prefix: Path of the two files without their ending.
+        is_counted: Says which tokens of a document the loss is over, bytes and ends; ``None``: all.
+
+    Returns:
+        Sizes, digest and entropy.
+    """
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    counts = np.zeros(VOCAB_SIZE, dtype=np.int64)
+    counts = np.zeros(EOD + 1, dtype=np.int64)
     digest = hashlib.sha256()
-    for text in texts:
-        data = np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
-        tokens = np.append(data, EOD).astype("<u2")
+    num_documents = num_bytes = num_tokens = 0
+    for tokens in documents:
         builder.add_document(tokens, [len(tokens)])
-        counts += np.bincount(tokens, minlength=VOCAB_SIZE)
-        digest.update(tokens.tobytes())
+        num_documents += 1
+        num_bytes += int((tokens < EOD).sum())
+        num_tokens += len(tokens)
+        counts += np.bincount(tokens if is_counted is None else tokens[is_counted(tokens)], minlength=EOD + 1)
+        digest.update(tokens.astype("<u2").tobytes())
     builder.finalize(f"{prefix}.idx")
     return Written(
-        documents=int(counts[EOD]),
-        bytes=int(counts[:EOD].sum()),
-        tokens=int(counts.sum()),
+        documents=num_documents,
+        bytes=num_bytes,
+        tokens=num_tokens,
         sha256=digest.hexdigest(),
         entropy_nats=unigram_entropy(counts),
         index_bytes=Path(f"{prefix}.idx").stat().st_size,

@@ -1,4 +1,4 @@
-"""Prepared text corpora: documents as byte tokens in Megatron's ``.bin``/``.idx`` format, written once and reused.
+"""Prepared corpora: texts or conversations as byte tokens in Megatron's ``.bin``/``.idx`` format, written once, reused.
 
 One folder per content, ``<data_dir>/<name>-py<version>-v<format>-<sha256>``: ``text_document.bin`` and ``.idx``,
 ``corpus.json`` with the facts, and ``cache`` for Megatron's own index files. A folder appears under its name only when
@@ -17,12 +17,16 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_loco.launch import stdlib_text
-from megatron_loco.launch.byte_tokens import TOKEN_BYTES, VOCAB_SIZE, write
+from megatron_loco.launch import byte_tokens, chat_tokens, stdlib_chat, stdlib_text
 from megatron_loco.launch.megatron_flags import quiet
 from megatron_loco.launch.values import Value
 
-CORPORA = ("stdlib",)
+CORPORA = {"stdlib": "text", "stdlib-chat": "chat"}
+"""Names, and the ``run.data_format`` of each."""
+
+_SOURCES = {"text": stdlib_text.SOURCE, "chat": stdlib_chat.SOURCE}
+_VOCAB_SIZES = {"text": byte_tokens.VOCAB_SIZE, "chat": chat_tokens.VOCAB_SIZE}
+
 FORMAT_VERSION = 1
 """Raise it when documents, their order or the tokens change, so that old folders are not reused."""
 
@@ -59,18 +63,23 @@ class PreparedCorpus:
         """Stand for a corpus that is prepared later, to check and show settings; its folder is not known yet."""
         return cls(name=name, folder=str(Path(data_dir, f"{name}-(prepared at the start)")))
 
+    @property
+    def data_format(self) -> str:
+        """``text`` or ``chat``, as in ``run.data_format``."""
+        return CORPORA[self.name]
+
     def megatron_settings(self) -> dict[str, Value]:
         """Megatron's flags for training on this corpus, without dashes."""
         return {
             "tokenizer-type": "NullTokenizer",
-            "vocab-size": VOCAB_SIZE,
+            "vocab-size": _VOCAB_SIZES[self.data_format],
             "data-path": str(Path(self.folder, "text_document")),
             "data-cache-path": str(Path(self.folder, "cache")),
         }
 
     def is_complete(self) -> bool:
         """Whether the files have the sizes that were written."""
-        expected = {"bin": self.tokens * TOKEN_BYTES, "idx": self.index_bytes}
+        expected = {"bin": self.tokens * byte_tokens.TOKEN_BYTES, "idx": self.index_bytes}
         files = {suffix: Path(self.folder, f"text_document.{suffix}") for suffix in expected}
         return all(files[suffix].is_file() and files[suffix].stat().st_size == expected[suffix] for suffix in expected)
 
@@ -114,18 +123,19 @@ def prepare(name: str, data_dir: str | Path) -> PreparedCorpus:
     if found is not None and found.is_complete():
         print(f"corpus {name}: reusing {found.folder} ({found.documents:,} documents, {found.tokens:,} tokens)")
         return found
-    print(f"corpus {name}: reading {stdlib_text.SOURCE}", flush=True)
+    source = _SOURCES[CORPORA[name]]
+    print(f"corpus {name}: reading {source}", flush=True)
     start = time.perf_counter()
     library = stdlib_text.library_folder()
     building = Path(data_dir, f".preparing-{uuid.uuid4().hex}")  # several nodes may prepare in one shared folder
     building.mkdir(parents=True)
     try:
         with quiet():
-            written = write(stdlib_text.documents(library), building / "text_document")
+            written = _write(name, library, building / "text_document")
         built = PreparedCorpus(
             name=name,
             folder=str(building),
-            source=stdlib_text.SOURCE,
+            source=source,
             licence=stdlib_text.LICENCE,
             python_version=platform.python_version(),
             fingerprint=_fingerprint(library),
@@ -139,6 +149,13 @@ def prepare(name: str, data_dir: str | Path) -> PreparedCorpus:
     print(f"corpus {name}: {size}, entropy {corpus.entropy_nats:.3f} nats per token")
     print(f"corpus {name}: in {corpus.folder} after {seconds:.1f} s", flush=True)
     return corpus
+
+
+def _write(name: str, library: Path, prefix: Path) -> byte_tokens.Written:
+    if CORPORA[name] == "text":
+        return byte_tokens.write(stdlib_text.documents(library), prefix)
+    conversations = (chat_tokens.encode([pair]) for pair in stdlib_chat.pairs(library))
+    return byte_tokens.write_tokens(conversations, prefix, chat_tokens.is_counted)
 
 
 def _move_into_place(built: PreparedCorpus, building: Path, target: Path) -> PreparedCorpus:

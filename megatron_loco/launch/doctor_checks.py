@@ -128,9 +128,9 @@ def check_kernels() -> Iterator[Finding]:
 
 def check_cache() -> Iterator[Finding]:
     """The folder where compiled kernels are kept."""
-    from megatron_loco.kernels.cpu_build import _cache_folder
+    from megatron_loco.kernels.cpu_build import cache_folder
 
-    folder = _cache_folder()
+    folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):

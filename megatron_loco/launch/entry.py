@@ -19,6 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_loco.cpu.megatron import INDEX_BUILDER
+from megatron_loco.launch.checkout import prefer_megatron_of
 from megatron_loco.patching import apply
 
 
@@ -33,8 +34,7 @@ def main(argv: list[str]) -> None:
         parser.error("Megatron's flags are missing; they follow a --")
     megatron_flags = argv[separator + 1 :]
     if own.script is not None:
-        # As if started by "python SCRIPT": its folder first, so that its own megatron/ is the one that is imported.
-        sys.path.insert(0, str(own.script.resolve().parent))
+        prefer_megatron_of(own.script)
     sys.argv = [str(own.script or "pretrain_gpt"), *megatron_flags]
     # Megatron warns of each missing GPU package on every rank; on a CPU that is no news.
     if own.device == "cpu":

@@ -10,11 +10,15 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+
+import torch
 
 from megatron_loco.config import LoCoConfig
 from megatron_loco.cpu import check_arguments
 from megatron_loco.integrations.megatron.arguments import check_combinations
 from megatron_loco.launch.megatron_flags import quiet
+from megatron_loco.patching import Patch, apply
 
 
 def validate(
@@ -22,9 +26,9 @@ def validate(
 ) -> None:
     """Check what Megatron, LoCo and the device say of the arguments, as rank 0 would.
 
-    Megatron looks at ``sys.argv`` and the environment, so both are replaced for the duration of the call. A check that
-    asks for a GPU on a machine without one says nothing about the settings and ends the validation here; the ranks run
-    it again.
+    Megatron looks at ``sys.argv`` and the environment, so both are replaced for the duration of the call. Without a GPU
+    its question for the compute capability is answered with that of an H100; any other check that asks for a GPU says
+    nothing about the settings and ends the validation here. The ranks run it again.
 
     Args:
         argv: Megatron's arguments, without those of LoCo, which the stock parser does not know.
@@ -40,7 +44,13 @@ def validate(
 
     said = io.StringIO()
     ranks = {**environment, "RANK": "0", "WORLD_SIZE": str(world_size)}
-    with _process_state(argv, ranks), quiet(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    with (
+        _process_state(argv, ranks),
+        quiet(),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
+        _recent_gpu(device),
+    ):
         try:
             args = parse_args()
             for name, value in dataclasses.asdict(loco).items() if loco is not None else ():
@@ -63,6 +73,20 @@ def validate(
                 return
             reason = str(error) or f"{type(error).__name__} at: {frame.line}"
             raise ValueError(f"Megatron refuses these settings: {reason}") from None
+
+
+def _recent_gpu(device: str) -> contextlib.AbstractContextManager[object]:
+    # A configuration for GPUs is checked where it is written, too. Of the GPU Megatron only asks how recent it is.
+    if device != "cuda" or torch.cuda.is_available():
+        return contextlib.nullcontext()
+    why = "Megatron's validation asks a GPU for its compute capability, and there is none here"
+    hopper = SimpleNamespace(major=9, minor=0)
+    return apply(
+        [
+            Patch(target="torch.cuda:get_device_capability", kind="replace", new=lambda *_: (9, 0), why=why),
+            Patch(target="torch.cuda:get_device_properties", kind="replace", new=lambda *_: hopper, why=why),
+        ]
+    )
 
 
 @contextlib.contextmanager

@@ -41,9 +41,16 @@ class MegatronFlags:
 
     @classmethod
     def load(cls) -> MegatronFlags:
-        """Ask the installed Megatron for its flags (imports Megatron)."""
+        """Ask Megatron for its flags (imports Megatron).
+
+        Raises:
+            ValueError: it lacks ``megatron.training`` (the wheel of 0.16), or a package that this release imports.
+        """
         with quiet():
-            from megatron.training.arguments import add_megatron_arguments
+            try:
+                from megatron.training.arguments import add_megatron_arguments
+            except ModuleNotFoundError as error:
+                raise ValueError(_missing(error)) from None
 
             parser = argparse.ArgumentParser(allow_abbrev=False)
             add_megatron_arguments(parser)
@@ -90,6 +97,17 @@ class MegatronFlags:
         if field in {name for name, *_ in config.fields()}:
             return f"; did you mean loco.{field}?"
         return f"; did you mean run.{field}?" if field in RunConfig.__annotations__ else nearest(key, self._actions)
+
+
+def _missing(error: ModuleNotFoundError) -> str:
+    name = error.name or ""
+    if name == "megatron" or name.startswith("megatron."):
+        return (
+            f"{error}: megatron-core 0.17 to 0.19 has a training loop; for 0.16, set MEGATRON_LM_DIR to a Megatron-LM "
+            "checkout of that release"
+        )
+    package = {"yaml": "pyyaml"}.get(name, name)
+    return f"{error}: this release of Megatron imports it and does not declare it: pip install {package}"
 
 
 @contextlib.contextmanager

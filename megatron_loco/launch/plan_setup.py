@@ -97,7 +97,9 @@ class Setup:
             own = tuple(param for param in params if param.own_group == expert)
             if own:
                 ranks = self.layout.group_ranks(world_size, stage, expert=expert)
-                found.append(Group(name, own, tuple(rank // gpus_per_node for rank in ranks)))
+                hosts = [rank // gpus_per_node for rank in ranks]
+                numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+                found.append(Group(name, own, tuple(numbers[host] for host in hosts)))
         return found
 
 
@@ -193,7 +195,7 @@ def from_document(document: Document, own: OwnSections, world_size: int) -> Setu
         tokens_per_gpu=batch * args.seq_length / world_size,
         num_micro_batches=num_micro_batches,
         bubble=(layout.pipeline - 1) / (num_micro_batches * _virtual_stages(args)),
-        grad_bytes=2 if args.grad_reduce_in_bf16 else 4,
+        grad_bytes=2 if args.grad_reduce_in_bf16 or own.run.baseline == "bf16" else 4,
         overlap_reduce=args.overlap_grad_reduce,
         overlap_gather=args.overlap_param_gather,
         notes=notes,

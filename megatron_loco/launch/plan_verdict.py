@@ -83,6 +83,8 @@ def _advice(plan: Plan) -> list[str]:
         return [f"  --loco-topology auto would take two levels: {gain} than stock with bf16 gradients."]
     if plan.chosen.name != flat.name and flat.internode_bytes > bf16.internode_bytes:
         times = flat.internode_bytes / bf16.internode_bytes
+        if times < 1.05:
+            return ["  A flat exchange would send as much between nodes as a bf16 ring; two levels do not."]
         return [
             f"  A flat exchange would send {times:.1f} times as much between nodes as a bf16 ring; two levels do not."
         ]

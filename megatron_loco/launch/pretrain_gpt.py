@@ -8,6 +8,7 @@ script (``MEGATRON_LM_DIR``); their flags are refused here.
 from __future__ import annotations
 
 import dataclasses
+from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -16,43 +17,58 @@ import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
-from megatron.training import get_args, pretrain, print_rank_0
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_args, print_rank_0
+from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
-_NEEDS_CHECKOUT = ("sft", "fim_data", "dataloader_inter_document_masking", "hybrid_context_parallel", "logits_load_dir")
+from megatron_loco.launch import post_training
+from megatron_loco.launch import pretrain_releases as releases
+from megatron_loco.launch.chat_dataset import ChatDataset
+
+_NEEDS_CHECKOUT = (
+    "sft",
+    "fim_data",
+    "dataloader_inter_document_masking",
+    "hybrid_context_parallel",
+    "logits_load_dir",
+    "per_dataset_sequences_path",
+)
 
 
 def main() -> None:
     """Train as Megatron's command line says."""
     train_valid_test_datasets.is_distributed = True  # type: ignore[attr-defined]
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
-    refused = [f"--{name.replace('_', '-')}" for name in _NEEDS_CHECKOUT if getattr(args, name)]
+    with post_training.enter():
+        releases.run(refuse, train_valid_test_datasets, forward_step, embedding_ranks)
+
+
+def refuse(args: Namespace) -> None:
+    """Raise ValueError if ``args`` ask for what only the script of a Megatron-LM checkout does."""
+    names = [name for name in _NEEDS_CHECKOUT if getattr(args, name, None)] + releases.not_built(args)
+    refused = [f"--{name.replace('_', '-')}" for name in names]
     if args.context_parallel_size > 1:
         refused.append("--context-parallel-size > 1")
     if refused:
         raise ValueError(
             f"{', '.join(refused)}: set MEGATRON_LM_DIR to a Megatron-LM checkout, whose own pretrain_gpt.py handles it"
         )
-    pretrain(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
-        train_valid_test_datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        get_embedding_ranks=embedding_ranks,
-    )
+    if getattr(args, "hybrid_layer_pattern", None):
+        raise ValueError(
+            "--hybrid-layer-pattern: set MEGATRON_LM_DIR to a Megatron-LM checkout and run.script to pretrain_hybrid.py"
+        )
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
     """Run the model on the next micro-batch; return its output and the loss function on it."""
-    batch = _next_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    several = releases.predicts_several_tokens(vp_stage)
+    needed = several or is_first_or_last_pipeline_stage(vp_stage)
+    batch = releases.next_batch(data_iterator, several) if needed else {}
     output = model(
         batch.get("tokens"),
         batch.get("position_ids"),
@@ -109,7 +125,8 @@ def train_valid_test_datasets(num_samples: list[int], vp_stage: int | None = Non
     }
     same = {f.name: getattr(args, f.name) for f in dataclasses.fields(GPTDatasetConfig) if hasattr(args, f.name)}
     config = GPTDatasetConfig(**{**same, **renamed})
-    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    text = MockGPTDataset if args.mock_data else GPTDataset
+    dataset = ChatDataset if args.data_format == "chat" else text
     print_rank_0("> building train, validation, and test datasets for GPT ...")
     return BlendedMegatronDatasetBuilder(dataset, num_samples, partial(_reads_data, vp_stage), config).build()
 
@@ -125,49 +142,7 @@ def embedding_ranks(pp_ranks: list[int]) -> list[int]:
     return sorted(ranks)
 
 
-def _next_batch(data_iterator: Iterator[dict[str, Tensor]], vp_stage: int | None) -> dict[str, Tensor]:
-    args = get_args()
-    predicts_several = _predicts_several_tokens(vp_stage)
-    if not is_first_or_last_pipeline_stage(vp_stage) and not predicts_several:
-        return {}
-    tp_rank = mpu.get_tensor_model_parallel_rank()
-    batch: dict[str, Tensor | None] = {}
-    if tp_rank == 0:
-        loaded = next(data_iterator)
-        for key in ("tokens", "labels", "loss_mask", "attention_mask", "position_ids"):
-            batch[key] = loaded[key].cuda(non_blocking=True) if key in loaded else None
-    result: dict[str, Tensor] = get_batch_on_this_tp_rank(
-        batch,
-        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
-        broadcast_group=mpu.get_tensor_model_parallel_group(),
-        has_cu_seqlens=False,
-        is_hybrid_cp=False,
-        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
-        cp_size=1,
-        tp_rank=tp_rank,
-        micro_batch_size=args.micro_batch_size,
-        seq_length=args.seq_length,
-        mtp_on_this_rank=predicts_several,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
-        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
-    )
-    return result
-
-
-def _predicts_several_tokens(vp_stage: int | None) -> bool:
-    config = core_transformer_config_from_args(get_args())
-    return bool(
-        mtp_on_this_rank(
-            layout=config.pipeline_model_parallel_layout,
-            mtp_num_layers=config.mtp_num_layers,
-            ignore_virtual=False,
-            vp_stage=vp_stage,
-        )
-    )
-
-
 def _reads_data(vp_stage: int | None) -> bool:
     if mpu.get_tensor_model_parallel_rank() != 0:
         return False
-    return bool(is_first_or_last_pipeline_stage(vp_stage)) or _predicts_several_tokens(vp_stage)
+    return bool(is_first_or_last_pipeline_stage(vp_stage)) or releases.predicts_several_tokens(vp_stage)

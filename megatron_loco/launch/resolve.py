@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_loco.config import LoCoConfig
-from megatron_loco.launch import loco_section, yaml_file
+from megatron_loco.launch import baseline, loco_section, yaml_file
 from megatron_loco.launch.corpus import CORPORA, PreparedCorpus
 from megatron_loco.launch.megatron_flags import MegatronFlags
 from megatron_loco.launch.overrides import DEFAULT_FOLDERS
@@ -18,10 +19,16 @@ from megatron_loco.launch.values import Document, Setting, Value, describe, loca
 
 DEFAULT = "launcher default"
 
+REQUIRED = "???"
+"""In a file: a value that every user has to set."""
+
 _UNSET = Setting(None, "")
 
 DATA_SOURCES = ("data-path", "train-data-path", "data-args-path", "per-split-data-args-path", "mock-data")
 """Flags that say where training data come from; with ``run.corpus`` they would contradict it."""
+
+SCRIPT_FLAGS = {"data_format": "--data-format", "freeze": "--freeze-params"}
+"""Settings of ``run`` that are flags of our own training script (see ``post_training``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +57,9 @@ class OwnSections:
         if run.corpus is not None and run.corpus not in CORPORA:
             problem = f"unknown corpus {run.corpus!r}{nearest(run.corpus, CORPORA)} (known: {', '.join(CORPORA)})"
             raise located(document["run"]["corpus"].where, "run.corpus", problem)
+        if run.corpus is not None and run.data_format not in ("text", CORPORA[run.corpus]):
+            problem = f"run.corpus is {run.corpus}, which holds {CORPORA[run.corpus]}; leave the key out"
+            raise located(document["run"]["data_format"].where, "run.data_format", problem)
         env: dict[str, Value] = {}
         for key, setting in document.get("env", {}).items():
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
@@ -59,6 +69,7 @@ class OwnSections:
                 problem = f"takes text or a number, got {describe(setting.value)}{hint}"
                 raise located(setting.where, f"env.{key}", problem)
             env[key] = setting.value
+        document = baseline.switch_loco_off(document, run)
         return cls(run=run, env=env, loco=loco_section.from_section(document.get("loco", {})))
 
     def environment(self) -> dict[str, str]:
@@ -73,7 +84,7 @@ class Resolved:
     Attributes:
         sections: All sections with the launcher's defaults in them; as YAML they load to the same run.
         megatron_argv: Megatron's own arguments.
-        argv: Those and LoCo's.
+        argv: Those, LoCo's, and those that only our own training script knows.
     """
 
     sections: dict[str, dict[str, Value]]
@@ -99,10 +110,12 @@ def resolve(document: Document, own: OwnSections, flags: MegatronFlags, corpus: 
         that, the arguments hold a placeholder.
 
     Raises:
-        ValueError: a flag is unknown, has a wrong value or contradicts a setting of ``run``.
+        ValueError: a value is missing, or a flag is unknown, has a wrong value or contradicts a setting of ``run``.
     """
+    _refuse_missing(document)
     flags.argv(document)  # mistakes in the file come first, before anything is added to it
     megatron = {name: dict(document[name]) for name in document if name in MEGATRON_SECTIONS}
+    baseline.add_gradient_type(document, megatron, own.run)
     _add_defaults(megatron, own.run)
     if own.run.corpus is not None:
         _add_corpus(megatron, own.run, corpus)
@@ -111,14 +124,45 @@ def resolve(document: Document, own: OwnSections, flags: MegatronFlags, corpus: 
         for key in ("data-path", "data-cache-path"):
             if megatron["data"].get(key, _UNSET).where == DEFAULT:
                 del megatron["data"][key]
-    run = dataclasses.replace(own.run, corpus=None) if corpus is not None else own.run
+    run = own.run
+    if run.corpus is not None:
+        run = dataclasses.replace(run, data_format=CORPORA[run.corpus])
+    script_argv = _script_argv(run, own.environment(), megatron)
+    if corpus is not None:
+        run = dataclasses.replace(run, corpus=None)
     sections: dict[str, dict[str, Value]] = {
         "run": dataclasses.asdict(run),
         "env": dict(own.env),
         "loco": loco_section.as_values(own.loco),
         **{name: {key: s.value for key, s in section.items()} for name, section in megatron.items()},
     }
-    return Resolved(sections=sections, megatron_argv=argv, argv=[*argv, *loco_section.as_argv(own.loco)])
+    return Resolved(sections=sections, megatron_argv=argv, argv=[*argv, *loco_section.as_argv(own.loco), *script_argv])
+
+
+def _refuse_missing(document: Document) -> None:
+    missing = {
+        f"{section}.{key}": setting.where
+        for section, settings in document.items()
+        for key, setting in settings.items()
+        if REQUIRED in (setting.value if isinstance(setting.value, list) else [setting.value])
+    }
+    if missing:
+        (first, where), *others = missing.items()
+        rest = "".join(f", and {name} ({place})" for name, place in others)
+        example = " ".join(f"{name}=VALUE" for name in missing)
+        raise ValueError(f"{where}: {first} is for you to set{rest}: in the file, or by {example} on the command line")
+
+
+def _script_argv(run: RunConfig, environment: Mapping[str, str], megatron: Document) -> list[str]:
+    asked = {"data_format": run.data_format if run.data_format != "text" else None, "freeze": run.freeze}
+    words = [word for key, flag in SCRIPT_FLAGS.items() if asked[key] is not None for word in (flag, str(asked[key]))]
+    if words and (os.environ | environment).get("MEGATRON_LM_DIR"):
+        names = ", ".join(f"run.{key}" for key, value in asked.items() if value is not None)
+        raise ValueError(f"{names}: only our own training script has it; unset MEGATRON_LM_DIR")
+    mock = _find(megatron, "mock-data")
+    if run.data_format == "chat" and mock is not None and mock.value:
+        raise located(mock.where, _name(megatron, "mock-data"), "run.data_format is chat; made-up data have no roles")
+    return words
 
 
 def _add_defaults(megatron: Document, run: RunConfig) -> None:

@@ -71,12 +71,19 @@ def documents(folder: Path) -> list[str]:
     return distinct
 
 
-def _docstrings(path: Path) -> list[str]:
+def parse(path: Path) -> ast.Module | None:
+    """Return the syntax tree of a source, or ``None`` for templates and encodings that this Python does not read."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # old escapes such as "\d" in some sources
-            tree = ast.parse(path.read_bytes())
+            return ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
-        return []  # templates and files in an encoding that this Python does not read
+        return None
+
+
+def _docstrings(path: Path) -> list[str]:
+    tree = parse(path)
+    if tree is None:
+        return []
     found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, _DOCUMENTED))
     return [text for text in found if text is not None and len(text) >= MIN_DOCSTRING_CHARS]

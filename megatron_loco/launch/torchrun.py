@@ -26,14 +26,16 @@ class Rendezvous:
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int | None = None
+    timeout_s: int = 900
 
     @classmethod
-    def from_environment(cls, nnodes: int, environment: Mapping[str, str]) -> Rendezvous:
+    def from_environment(cls, nnodes: int, environment: Mapping[str, str], timeout_s: int = 900) -> Rendezvous:
         """Read NODE_RANK, MASTER_ADDR and MASTER_PORT, which more than one node needs.
 
         Args:
             nnodes: Nodes of the run.
             environment: Environment variables.
+            timeout_s: Seconds for all nodes to come.
 
         Returns:
             The meeting point.
@@ -54,7 +56,7 @@ class Rendezvous:
             )
         if not port.isdecimal() or not 1 <= int(port) <= 65535:
             raise ValueError(f"MASTER_PORT must be a port number, got {port!r}")
-        return cls(nnodes, int(rank), environment["MASTER_ADDR"], int(port))
+        return cls(nnodes, int(rank), environment["MASTER_ADDR"], int(port), timeout_s)
 
 
 def rank_environment(
@@ -78,27 +80,6 @@ def rank_environment(
     return {**defaults, **environment, "PYTHONUNBUFFERED": "1", "PATH": path, **settings}
 
 
-def pretrain_script(environment: Mapping[str, str]) -> Path | None:
-    """Return ``pretrain_gpt.py`` of the Megatron checkout in MEGATRON_LM_DIR, or ``None`` where that is not set.
-
-    Args:
-        environment: Environment variables of the ranks.
-
-    Returns:
-        The script; ``None`` leaves the choice to the entry point.
-
-    Raises:
-        ValueError: MEGATRON_LM_DIR is not a folder with that file.
-    """
-    folder = environment.get("MEGATRON_LM_DIR")
-    if not folder:
-        return None
-    script = Path(folder) / "pretrain_gpt.py"
-    if not script.is_file():
-        raise ValueError(f"MEGATRON_LM_DIR: {folder} is not a Megatron-LM checkout (no file {script})")
-    return script
-
-
 def command(
     megatron_argv: Sequence[str], *, rendezvous: Rendezvous, nproc_per_node: int, device: str, script: Path | None
 ) -> list[str]:
@@ -114,12 +95,13 @@ def command(
     Returns:
         The words of the command.
     """
-    words = [sys.executable, "-m", "torch.distributed.run"]
+    words = [sys.executable, "-m", "megatron_loco.launch.agent"]
     if rendezvous.nnodes == 1:
         words += ["--standalone"]
     else:
         words += [f"--nnodes={rendezvous.nnodes}", f"--node-rank={rendezvous.node_rank}"]
         words += [f"--master-addr={rendezvous.master_addr}", f"--master-port={rendezvous.master_port}"]
+        words += [f"--rdzv-conf=timeout={rendezvous.timeout_s}"]
     words += [f"--nproc-per-node={nproc_per_node}"]
     # by default torchrun dies of SIGUSR1 instead of passing it on
     words += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", f"--shutdown-timeout={SHUTDOWN_TIMEOUT_S}"]

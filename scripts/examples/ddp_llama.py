@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron_loco.bench.llama import Batches, Llama
 from torch.nn.parallel import DistributedDataParallel
 
 import megatron_loco.ddp
+from megatron_loco.bench.llama import Batches, Llama
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=100)

@@ -9,11 +9,11 @@ import logging
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from megatron_loco.bench.llama import Batches, Llama
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import megatron_loco.fsdp2
+from megatron_loco.bench.llama import Batches, Llama
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=100)

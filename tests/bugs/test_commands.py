@@ -26,7 +26,8 @@ from tests.integrations.megatron import _training
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-CONFIGS = sorted(path.relative_to(ROOT) for path in ROOT.glob("configs/*.yaml"))
+CONFIGS = [Path("configs/llama_quickstart.yaml")]
+"""All others: tests/configs."""
 SHORTER = (
     *("train-iters=2", "lr-warmup-iters=1", "eval-iters=1", "log-interval=1"),
     *("seq-length=64", "max-position-embeddings=64", "micro-batch-size=2", "global-batch-size=4"),
@@ -56,7 +57,13 @@ ELSEWHERE = {
     "torchrun ... pretrain_gpt.py ...": "tests/integrations/megatron/test_training.py, the import-line script",
     "torchrun ... -m megatron_loco.launch.entry": "the command with a Megatron checkout, below",
     "pip install 'megatron-loco[plot]'": "the lock, which has that extra; without it: tests/launch/test_report.py",
+    "megatron-loco patch": "tests/releases/test_patch_tree.py",
     "megatron-loco plan": "tests/launch/test_plan.py",
+    "python -m megatron_loco.bench.hooks": "tests/bench/test_hooks.py",
+    "sbatch": "tests/slurm",
+    "CONTAINER_IMAGE=image.sqsh sbatch": "tests/slurm/test_job_scripts.py",
+    "scancel": "tests/slurm/test_jobs.py",
+    "torchrun --nproc-per-node 2 scripts/examples/": "tests/test_examples.py",
     "megatron-loco doctor": "tests/launch/test_doctor.py",
     "megatron-loco train": "tests/launch/test_cli.py, and the launcher below",
     "python -m megatron_loco.bench.exchange": "tests/bench/test_exchange.py",

@@ -111,7 +111,24 @@ def test_flags_that_need_company_pass_alone(parsed: Namespace) -> None:
     args.num_experts = 4
     args.cross_entropy_loss_fusion = True
     args.profile = args.use_pytorch_profiler = True
+    args.hybrid_layer_pattern = "*-|*E"
+    args.spec = ["megatron_loco.cpu.hybrid_specs", "hybrid_stack_local_spec"]
     check_arguments(args)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "spec"),
+    [
+        ("M*", ["megatron_loco.cpu.hybrid_specs", "hybrid_stack_local_spec"]),
+        ("*-", ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]),
+        ("*-", None),
+    ],
+)
+def test_hybrid_models_are_of_local_layers(pattern: str, spec: list[str] | None, parsed: Namespace) -> None:
+    args = copy.copy(parsed)
+    args.hybrid_layer_pattern, args.spec = pattern, spec
+    with pytest.raises(ValueError, match=r"  hybrid_layer_pattern=.*--spec megatron_loco\.cpu\.hybrid_specs"):
+        check_arguments(args)
 
 
 def test_megatrons_defaults_are_refused() -> None:

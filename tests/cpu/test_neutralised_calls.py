@@ -6,6 +6,7 @@ import importlib
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -155,6 +156,16 @@ def index_builder_is_not_compiled_again() -> None:
     importlib.import_module("megatron.core.datasets.utils").compile_helpers()
 
 
+def hybrid_stack_has_a_norm() -> None:
+    # As HybridStack makes the one behind its last layer.
+    config = importlib.import_module("megatron.core.transformer").TransformerConfig(
+        num_layers=1, hidden_size=2, num_attention_heads=1, normalization="RMSNorm"
+    )
+    block = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
+    norm = block.TENorm(config=config, hidden_size=2, eps=0.0)
+    assert norm(torch.tensor([3.0, 3.0])).tolist() == [1.0, 1.0]
+
+
 IN_ONE_PROCESS: dict[str, Callable[[], None]] = {
     "torch:Tensor.cuda": moves_to_the_device,
     "torch:Tensor.type": has_a_cuda_type_name,
@@ -178,6 +189,7 @@ IN_ONE_PROCESS: dict[str, Callable[[], None]] = {
     "megatron.training.arguments:validate_args": validation_names_the_flags,
     "megatron.training.training:initialize_megatron": initialization_does_not_ask_for_cuda,
     "megatron.core.datasets.utils:compile_helpers": index_builder_is_not_compiled_again,
+    "megatron.core.models.hybrid.hybrid_block:TENorm": hybrid_stack_has_a_norm,
 }
 
 OVER_SEVERAL_RANKS = {
@@ -189,13 +201,17 @@ OVER_SEVERAL_RANKS = {
 """Patches whose need shows only when a distributed optimizer trains, saves and resumes."""
 
 
+ALL = (*runtime.PATCHES, *runtime.megatron.patches_of(version("megatron-core")))
+
+
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], cpu.Runtime]]:
     entered: list[cpu.Runtime] = []
 
     def enter(target: str) -> cpu.Runtime:
-        kept = tuple(patch for patch in runtime.PATCHES if patch.target != target)
+        kept = tuple(patch for patch in ALL if patch.target != target)
         monkeypatch.setattr(runtime, "PATCHES", kept)
+        monkeypatch.setattr(runtime.megatron, "patches_of", lambda version: ())
         entered.append(cpu.enter())
         return entered[0]
 
@@ -205,7 +221,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], cpu.Run
 
 
 def test_each_patch_is_shown_or_argued_to_be_needed() -> None:
-    assert set(IN_ONE_PROCESS) | set(OVER_SEVERAL_RANKS) == {patch.target for patch in runtime.PATCHES}
+    assert set(IN_ONE_PROCESS) | set(OVER_SEVERAL_RANKS) == {patch.target for patch in ALL}
     assert not set(IN_ONE_PROCESS) & set(OVER_SEVERAL_RANKS)
     assert all(OVER_SEVERAL_RANKS.values())
 

@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron_loco import cpu, patching
-from megatron_loco.cpu import runtime
+from megatron_loco.cpu import megatron, runtime
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the runtime is for machines without CUDA")
 
-TARGETS = [patch.target for patch in runtime.PATCHES]
+PATCHES = (*runtime.PATCHES, *megatron.patches_of(version("megatron-core")))
+TARGETS = [patch.target for patch in PATCHES]
 
 
 def stored(target: str) -> Any:
@@ -40,10 +42,10 @@ def test_exit_restores_the_attribute_itself(target: str) -> None:
 
 
 def test_every_patch_says_why_and_is_a_distinct_object() -> None:
-    assert all(patch.why for patch in runtime.PATCHES)
+    assert all(patch.why for patch in PATCHES)
     assert len(set(TARGETS)) == len(TARGETS)
     # Dynamo's table of torch functions asserts when one object stands under two names.
-    functions = [patch.new for patch in runtime.PATCHES if patch.target.startswith("torch")]
+    functions = [patch.new for patch in PATCHES if patch.target.startswith("torch")]
     assert len({id(function) for function in functions}) == len(functions)
     assert all(function.__doc__ for function in functions)
 
@@ -148,6 +150,21 @@ def test_failed_enter_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stored("torch.cuda:synchronize") is before
     assert "TORCHDYNAMO_DISABLE" not in os.environ
     cpu.enter().exit()
+
+
+@pytest.mark.parametrize(
+    ("release", "modules"),
+    [
+        ("0.16.1", ["training.initialize", "core.optimizer.distrib_optimizer", "core.pipeline_parallel.schedules"]),
+        ("0.17.1", ["training.initialize", "core.optimizer.distrib_optimizer", "core.pipeline_parallel.schedules"]),
+        ("0.18.2", ["core.optimizer.distrib_optimizer", "core.models.hybrid.hybrid_block"]),
+        ("0.19.0rc1", ["core.models.hybrid.hybrid_block"]),
+    ],
+)
+def test_what_only_some_releases_need(release: str, modules: list[str]) -> None:
+    # That the older ones run with it: tests/releases/test_training.py.
+    targets = [patch.target.partition(":")[0] for patch in megatron.patches_of(release)]
+    assert targets == [f"megatron.{module}" for module in modules]
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,22 @@ def tiny_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(stdlib_text, "library_folder", lambda: library)
     monkeypatch.setattr(stdlib_text, "topics", lambda: {"b": "Topic.", "a": "Topic.", "empty": " "})
     return library
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """A port on which another process listens."""
+    with socket.create_server(("", 0)) as server:
+        yield int(server.getsockname()[1])
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    """Returns a port of this machine on which nobody listens."""
+
+    def find() -> int:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+
+    return find

@@ -112,7 +112,7 @@ def test_entropy_by_hand(tmp_path: Path) -> None:
 
 
 def test_unknown_corpus(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"unknown corpus 'wiki' \(known: stdlib\)"):
+    with pytest.raises(ValueError, match=r"unknown corpus 'wiki' \(known: stdlib, stdlib-chat\)"):
         corpus.prepare("wiki", tmp_path)
 
 

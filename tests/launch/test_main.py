@@ -36,6 +36,7 @@ training:
   train-iters: 2
   micro-batch-size: 1
   lr: 1e-3
+  eval-interval: 2
 data:
   split: "98,2,0"
 env:
@@ -143,13 +144,24 @@ def test_dry_run_writes_nothing(
     assert started == []
 
 
+def test_a_dry_run_of_several_nodes_needs_none_of_them(
+    config: Config, started: Started, tiny_library: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert __main__.main([config(SMALL), "--dry-run", "run.nnodes=2", "global-batch-size=4"]) == 0
+    out, err = capsys.readouterr()
+    assert "nnodes: 2" in out
+    assert err.startswith("warning: run.nnodes is 2, but the environment lacks NODE_RANK")
+    assert started == []
+
+
 @pytest.mark.kind(32, 34)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["lrr=3"], "error: command line: training.lrr: Megatron has no flag --lrr; did you mean lr?"),
         (["run.nnodes=2"], "error: run.nnodes is 2, but the environment lacks NODE_RANK, MASTER_ADDR, MASTER_PORT"),
-        (["global-batch-size=3"], "error: Megatron refuses these settings: "),
+        (["global-batch-size=3"], "error: global-batch-size 3 cannot be divided by micro-batch-size 1 x 2 "),
+        (["fp16=true", "bf16=true"], "error: Megatron refuses these settings: "),
         (["oops"], "error: command line: 'oops' is not KEY=VALUE"),
     ],
 )
@@ -191,9 +203,9 @@ def test_only_the_first_node_writes(
     tiny_library: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in {"NODE_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "1234"}.items():
+    for name, value in {"NODE_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1234"}.items():
         monkeypatch.setenv(name, value)
     assert __main__.main([config(SMALL), "run.nnodes=2"]) == 0
-    assert "--master-addr=n1" in started[0][0]
+    assert "--master-addr=localhost" in started[0][0]
     assert not Path("runs").exists()
     assert summaries == []

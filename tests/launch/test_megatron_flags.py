@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.abc
 import logging
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -125,3 +127,22 @@ def test_quiet_restores_logging() -> None:
     with pytest.raises(RuntimeError), quiet():
         raise RuntimeError
     assert logging.root.manager.disable == before
+
+
+@pytest.mark.parametrize(
+    ("module", "problem"),
+    [
+        ("yaml", "No module named 'yaml': this release of Megatron imports it and does not declare it: pip install py"),
+        ("megatron.training", "No module named 'megatron.training'.*set MEGATRON_LM_DIR to a Megatron-LM checkout"),
+    ],
+)
+def test_missing_module_is_named_with_the_remedy(module: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Missing(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, path: object, target: object = None) -> None:
+            if name == "megatron.training.arguments":
+                raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "megatron.training.arguments", raising=False)
+    with pytest.raises(ValueError, match=problem):
+        MegatronFlags.load()

@@ -149,3 +149,150 @@ def test_device_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("torch.cuda.is_available", lambda available=available: available)
         assert run_config.settle_device(run).device == device
     assert run_config.settle_device(dataclasses.replace(run, device="cuda")).device == "cuda"
+
+
+# --------------------------------------------------------------------------------- the baseline, by one switch
+
+MIXED = """
+loco:
+  bits: 4
+  block_size: 128
+precision:
+  bf16: true
+training:
+  train-iters: 7
+"""
+
+
+@pytest.mark.parametrize(("word", "flag"), [("run.baseline=bf16", True), ("run.baseline=fp32", False)])
+@pytest.mark.parametrize("given", ["", "  grad-reduce-in-bf16: true\n", "  grad-reduce-in-bf16: false\n"])
+def test_one_word_switches_to_the_baseline(
+    config: Config, flags: MegatronFlags, tmp_path: Path, word: str, flag: bool, given: str
+) -> None:
+    path = config(MIXED.replace("  bf16: true\n", "  bf16: true\n" + given))
+    result = resolved(path, flags, word)
+    assert ("--grad-reduce-in-bf16" in result.argv) == flag
+    assert not any(argument.startswith("--loco") for argument in result.argv)
+    assert result.sections["loco"] == {"bits": "off"}
+    assert result.sections["precision"]["grad-reduce-in-bf16"] is flag
+    # The same as by hand.
+    by_hand = resolved(path, flags, "loco.bits=off", f"precision.grad-reduce-in-bf16={str(flag).lower()}")
+    assert sorted(by_hand.argv) == sorted(result.argv)
+    # The resolved file says so and gives the same run; without the switch it is no other run either.
+    again = tmp_path / "resolved.yaml"
+    again.write_text(result.as_yaml(), encoding="utf-8")
+    assert resolved(again, flags).sections == result.sections
+    assert resolved(again, flags, "run.baseline=null").argv == result.argv
+
+
+@pytest.mark.parametrize(
+    ("words", "content", "message"),
+    [
+        (
+            ["run.baseline=bf16", "loco.bits=4"],
+            MIXED,
+            r"command line: loco\.bits: run\.baseline is bf16 \(command line\)",
+        ),
+        ([], "run:\n  baseline: fp32\n" + MIXED, r":5: loco\.bits: run\.baseline is fp32 \(.*:2\)"),
+        (["loco.bits=8"], "run:\n  baseline: fp32\nprecision:\n  bf16: true\n", r"command line: loco\.bits: "),
+        (
+            ["run.baseline=bf16", "grad-reduce-in-bf16=false"],
+            MIXED,
+            r"command line: training\.grad-reduce-in-bf16: run\.baseline is bf16, but this says otherwise",
+        ),
+        (["run.baseline=fp32"], MIXED.replace("bf16", "fp16"), r"precision\.fp16: run\.baseline is fp32, but then"),
+        (
+            ["run.baseline=bf16", "accumulate-allreduce-grads-in-fp32=true"],
+            MIXED,
+            r"training\.accumulate-allreduce-grads-in-fp32: run\.baseline is bf16",
+        ),
+        (["run.baseline=fp32", "main-grads-dtype=bf16"], MIXED, r"training\.main-grads-dtype: .* in another type"),
+        (
+            ["run.baseline=bf16", "bf16=false"],
+            MIXED,
+            r"command line: run\.baseline: gradients of fp32 parameters are reduced in fp32",
+        ),
+        (["run.baseline=fp16"], MIXED, r"command line: run\.baseline: baseline must be one of bf16, fp32, got 'fp16'"),
+    ],
+)
+def test_what_contradicts_the_baseline(
+    config: Config, flags: MegatronFlags, words: list[str], content: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolved(config(content), flags, *words)
+
+
+def test_a_baseline_without_a_loco_section_and_loco_off_are_no_contradiction(
+    config: Config, flags: MegatronFlags
+) -> None:
+    path = config("precision:\n  bf16: true\n")
+    assert "--grad-reduce-in-bf16" in resolved(path, flags, "run.baseline=bf16").argv
+    assert "--grad-reduce-in-bf16" in resolved(path, flags, "run.baseline=bf16", "loco.bits=off").argv
+
+
+# ----------------------------------------------------------------- required values, and our own script's settings
+
+
+def test_every_missing_value_is_named_at_once(config: Config, flags: MegatronFlags) -> None:
+    path = config("data:\n  data-path: ???\n  tokenizer-model: ???\nenv:\n  NCCL_IB_HCA: ???\n")
+    with pytest.raises(ValueError) as error:
+        resolved(path, flags)
+    message = str(error.value)
+    assert message.startswith(f"{path}:2: data.data-path is for you to set, and data.tokenizer-model ({path}:3)")
+    assert message.endswith(
+        "by data.data-path=VALUE data.tokenizer-model=VALUE env.NCCL_IB_HCA=VALUE on the command line"
+    )
+    words = ["data.data-path=['0.5', a, '0.5', b]", "tokenizer-model=t", "env.NCCL_IB_HCA=mlx5"]
+    argv = resolved(path, flags, *words, device="cuda").argv
+    assert argv[argv.index("--data-path") + 1 :][:4] == ["0.5", "a", "0.5", "b"]
+    with pytest.raises(ValueError, match=r"data\.data-path is for you to set"):
+        resolved(path, flags, "data.data-path=[a, '???']", *words[1:])
+
+
+def test_conversations_and_frozen_parameters_reach_our_script(
+    config: Config, flags: MegatronFlags, tmp_path: Path
+) -> None:
+    path = config("run:\n  corpus: stdlib-chat\n  freeze: embedding.*\nloco:\n  bits: 4\n")
+    result = resolved(path, flags, corpus=dataclasses.replace(CORPUS, name="stdlib-chat"))
+    assert result.argv[-4:] == ["--data-format", "chat", "--freeze-params", "embedding.*"]
+    assert "--data-format" not in result.megatron_argv  # which Megatron's own parser checks
+    assert result.sections["run"]["corpus"] is None
+    assert result.sections["run"]["data_format"] == "chat"
+    assert result.sections["data"]["vocab-size"] == 259
+    again = tmp_path / "resolved.yaml"
+    again.write_text(result.as_yaml(), encoding="utf-8")
+    assert resolved(again, flags).argv == result.argv
+    before = resolved(path, flags)
+    assert (before.sections["run"]["corpus"], before.argv[-4:]) == ("stdlib-chat", result.argv[-4:])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("corpus: stdlib\n  data_format: chat", r":3: run\.data_format: run\.corpus is stdlib, which holds text"),
+        ("data_format: jsonl", r":2: run\.data_format: data_format must be one of text, chat, got 'jsonl'"),
+        ("freeze: 'a,,b'", r":2: run\.freeze: freeze must be patterns with commas between"),
+        (
+            "data_format: chat\ndata:\n  mock-data: true",
+            r":4: data\.mock-data: run\.data_format is chat; made-up data have no roles",
+        ),
+    ],
+)
+def test_settings_of_our_script_that_make_no_sense(
+    config: Config, flags: MegatronFlags, content: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolved(config(f"run:\n  {content}\n"), flags)
+
+
+@pytest.mark.parametrize("where", ["environment", "file"])
+def test_a_checkouts_script_does_not_know_them(
+    config: Config, flags: MegatronFlags, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    content = "run:\n  freeze: a\n  data_format: chat\n"
+    if where == "environment":
+        monkeypatch.setenv("MEGATRON_LM_DIR", "/checkout")
+    else:
+        content += "env:\n  MEGATRON_LM_DIR: /checkout\n"
+    with pytest.raises(ValueError, match=r"run\.data_format, run\.freeze: only our own training script"):
+        resolved(config(content), flags)

@@ -22,7 +22,7 @@ def test_command_on_one_node() -> None:
         ["--save", "a b", "--bf16"], rendezvous=Rendezvous(), nproc_per_node=2, device="cpu", script=None
     )
     assert words == [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *SIGNALS),
+        *(sys.executable, "-m", "megatron_loco.launch.agent", "--standalone", "--nproc-per-node=2", *SIGNALS),
         *("-m", "megatron_loco.launch.entry", "--device", "cpu", "--", "--save", "a b", "--bf16"),
     ]
 
@@ -34,8 +34,8 @@ def test_command_on_two_nodes_with_a_script() -> None:
         ["--bf16"], rendezvous=rendezvous, nproc_per_node=8, device="cuda", script=Path("/m n/pretrain_gpt.py")
     )
     assert words == [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--node-rank=1", "--master-addr=node a"),
-        *("--master-port=29500", "--nproc-per-node=8", *SIGNALS),
+        *(sys.executable, "-m", "megatron_loco.launch.agent", "--nnodes=2", "--node-rank=1", "--master-addr=node a"),
+        *("--master-port=29500", "--rdzv-conf=timeout=900", "--nproc-per-node=8", *SIGNALS),
         *("-m", "megatron_loco.launch.entry", "--device", "cuda", "--script", "/m n/pretrain_gpt.py", "--", "--bf16"),
     ]
 
@@ -74,16 +74,6 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranks["OMP_NUM_THREADS"] == "7"
     ranks = torchrun.rank_environment({"OMP_NUM_THREADS": "5"}, nproc_per_node=2, environment={"OMP_NUM_THREADS": "7"})
     assert ranks["OMP_NUM_THREADS"] == "5"
-
-
-def test_megatron_checkout(tmp_path: Path) -> None:
-    assert torchrun.pretrain_script({}) is None
-    assert torchrun.pretrain_script({"MEGATRON_LM_DIR": ""}) is None
-    with pytest.raises(ValueError, match=r"MEGATRON_LM_DIR: .* is not a Megatron-LM checkout \(no file .*pretrain_gpt"):
-        torchrun.pretrain_script({"MEGATRON_LM_DIR": str(tmp_path)})
-    script = tmp_path / "pretrain_gpt.py"
-    script.touch()
-    assert torchrun.pretrain_script({"MEGATRON_LM_DIR": str(tmp_path)}) == script
 
 
 def test_status_and_environment_of_the_command() -> None:

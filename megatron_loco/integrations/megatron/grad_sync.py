@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from megatron_loco.collectives.agreement import check_agreement, settings_facts
+from megatron_loco.collectives.node_placement import NodePlacement, describe
 from megatron_loco.collectives.placement import TWO_LEVEL, Topology, find_nodes
 from megatron_loco.collectives.reduce_scatter import reduce_scatter
 from megatron_loco.collectives.schedule import chunk_bytes
@@ -39,7 +40,6 @@ from megatron_loco.integrations.megatron.differences import (
     gradient_spans,
     waits_for_wrong_stream,
 )
-from megatron_loco.integrations.megatron.node_placement import NodePlacement, describe
 from megatron_loco.integrations.megatron.startup_report import Attached, num_gradients, report
 
 

@@ -234,7 +234,7 @@ class LoCoState:
         removed = [self._states.pop(known) for known in old]
         for state in removed:
             if state is not None:
-                del self._model_states.states[state.name]
+                self._model_states.remove(state.name)
         numel = tensor.numel()
         if self._group.size() == 1 or numel < self.config.min_bucket_numel:
             self._states[names] = None

@@ -157,7 +157,7 @@ class _UnitReduction:
                     self.name, numel, spans, self._over, dtype, self._group.device, stream=type(self).__name__
                 )
             else:
-                self._states.states.pop(self.name, None)
+                self._states.remove(self.name)
         return self._state
 
     def _gradient_dtype(self) -> torch.dtype:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loco.collectives.agreement import check_agreement, settings_facts
+from megatron_loco.collectives.node_placement import NodePlacement
 from megatron_loco.collectives.placement import TWO_LEVEL, Topology
 from megatron_loco.collectives.schedule import chunk_bytes
 from megatron_loco.collectives.scratch import ScratchPool
@@ -19,7 +20,6 @@ from megatron_loco.collectives.two_level import NodeGroups
 from megatron_loco.config import LoCoConfig
 from megatron_loco.core.exchange import plan_exchange, ring_cost
 from megatron_loco.core.wire import ParamSpan
-from megatron_loco.integrations.megatron.node_placement import NodePlacement
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class ModelStates:
         """Name -> state, in the order in which they were made; equal on all ranks of a group."""
         self.exact_traffic = Traffic()
         """What was reduced by torch's own function: small buckets, and those whose parameters are not all there."""
+        self._retired_traffic = Traffic()
         self._gradient_scale = gradient_scale
         self._placement = NodePlacement()
         self._topologies: dict[dist.ProcessGroup, Topology] = {}
@@ -104,8 +105,15 @@ class ModelStates:
         )
         pool = self._pools.setdefault((device, stream), ScratchPool(device))
         state = BucketState(name, exchange.layout(group.rank()), self.config, device, pool, exchange)
+        self.remove(name)
         self.states[name] = state
         return state
+
+    def remove(self, name: str) -> None:
+        """Drop the state of a bucket, if there is one. What it sent stays counted."""
+        state = self.states.pop(name, None)
+        if state is not None:
+            _add(self._retired_traffic, state.traffic)
 
     def node_groups(self, group: dist.ProcessGroup) -> NodeGroups | None:
         """The parts of ``group`` if it reduces in two levels."""
@@ -140,7 +148,12 @@ class ModelStates:
     def traffic(self) -> Traffic:
         """What left this rank since the start, all buckets together."""
         total = Traffic()
-        for traffic in (self.exact_traffic, *(state.traffic for state in self.states.values())):
-            for field, value in vars(traffic).items():
-                setattr(total, field, getattr(total, field) + value)
+        of_states = (state.traffic for state in self.states.values())
+        for traffic in (self.exact_traffic, self._retired_traffic, *of_states):
+            _add(total, traffic)
         return total
+
+
+def _add(total: Traffic, traffic: Traffic) -> None:
+    for field, value in vars(traffic).items():
+        setattr(total, field, getattr(total, field) + value)
