@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_loco.cpu.megatron import INDEX_BUILDER
 from megatron_loco.launch.checkout import prefer_megatron_of
@@ -96,4 +97,4 @@ def flush_logs() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    record(main)(sys.argv[1:])  # so that launch.agent can say what went wrong here

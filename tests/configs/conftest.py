@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,15 @@ SHORTER = (
     "max-position-embeddings=128 num-layers=2"
 ).split()
 """What leaves the kind of model, the layout of ranks and the settings of LoCo as they are."""
+
+
+@pytest.fixture(autouse=True)
+def environment_as_before() -> Iterator[None]:
+    """Megatron's models write NVTE_* variables, by the attention that they want; later tests start ranks with them."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,6 @@ On a machine without a GPU, as in :mod:`test_gpu`: Transformer Engine's layers a
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +23,6 @@ CONFIGS = pytest.mark.parametrize(
 )
 ONLY_HYBRID = {"run.script", "model.hybrid-layer-pattern", "model.spec"}
 ONLY_GPT = {"model.num-layers", "parallel.num-layers-per-virtual-pipeline-stage"}
-
-
-@pytest.fixture(autouse=True)
-def environment_as_before() -> Iterator[None]:
-    """Megatron's models write NVTE_* variables, by the attention that they want; later tests start ranks with them."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def settings(path: Path) -> dict[str, Any]:

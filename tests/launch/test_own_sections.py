@@ -54,7 +54,10 @@ def test_values(config: Config) -> None:
         ("run:\n  name: 3", "2: run.name: takes text, got the number 3; put quotes round it"),
         ("run:\n  name: a/b", "2: run.name: name must be usable as the name of a folder"),
         ("run:\n  device: gpu", "2: run.device: device must be one of auto, cpu, cuda, got 'gpu'"),
-        ("run:\n  corpus: stdlip", "2: run.corpus: unknown corpus 'stdlip'; did you mean stdlib? (known: stdlib)"),
+        (
+            "run:\n  corpus: stdlip",
+            "2: run.corpus: unknown corpus 'stdlip'; did you mean stdlib? (known: stdlib, stdlib-chat)",
+        ),
         ("env:\n  A: true", "2: env.A: takes text or a number, got true; put quotes round it"),
         ("env:\n  A: [a]", "2: env.A: takes text or a number, got the list ['a']"),
         ("env:\n  A:", "2: env.A: takes text or a number, got null"),
