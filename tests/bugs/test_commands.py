@@ -6,6 +6,7 @@ Training commands go through the launcher in this process; the ranks are forked 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -13,10 +14,15 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron_loco import cpu, patch
 from megatron_loco.bench import step_share, wire
@@ -175,10 +181,31 @@ def test_python_of_the_readme() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
     assert blocks
     for block in blocks:
+        names = {"__name__": "readme"}
+        if "fsdp2" in block or "ddp" in block:
+            with one_rank():
+                ddp_model = DistributedDataParallel(nn.Linear(8, 8))
+                exec(compile(block, "README.md", "exec"), names | {"model": sharded(), "ddp_model": ddp_model})
+            continue
         with cpu.enter():
-            exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+            exec(compile(block, "README.md", "exec"), names)
             with patch():  # the handle that the block let go of
                 pass
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded() -> nn.Module:
+    """A model under FSDP2."""
+    return fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (1,)))
 
 
 # ------------------------------------------------------------------------------------- measurements (kind 40)

@@ -23,8 +23,9 @@ from tests._ranks import RankPool
 RanksOf = Callable[[int], RankPool]
 
 OF_OTHERS = [
-    # Part of Megatron's own program; imports Megatron, which imports Triton and otherwise falls back by itself.
-    "megatron_loco.launch.pretrain_gpt",
+    # Parts of Megatron's own program; import Megatron, which imports Triton and otherwise falls back by itself.
+    *(f"megatron_loco.launch.{name}" for name in ("pretrain_gpt", "pretrain_releases", "chat_dataset")),
+    "megatron_loco.cpu.hybrid_specs",
     # The Triton kernels themselves; the backend loads them when it is chosen.
     *(f"megatron_loco.kernels.triton_{name}" for name in ("numeric", "encode", "decode")),
 ]

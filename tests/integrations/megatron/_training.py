@@ -155,7 +155,9 @@ def _start_server(megatron: Path | None) -> subprocess.Popen[str]:
 
 def stop_server(megatron: Path | None) -> None:
     """End the server of a Megatron and its ranks: each keeps half a gigabyte."""
-    server = _servers.pop(megatron)
+    server = _servers.pop(megatron, None)
+    if server is None:  # it did not start, and whoever wanted it says why
+        return
     # The whole session: its ranks too.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
