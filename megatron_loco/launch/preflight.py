@@ -79,7 +79,7 @@ def check_layout(args: Namespace, run: RunConfig) -> None:
         args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     )
     batch, micro = args.global_batch_size, args.micro_batch_size
-    if batch and micro and batch % (micro * data_parallel):
+    if batch and micro and batch % (micro * data_parallel) and not args.decrease_batch_size_if_needed:
         raise ValueError(
             f"global-batch-size {batch} cannot be divided by micro-batch-size {micro} x {data_parallel} data-parallel "
             f"ranks: make it a multiple of {micro * data_parallel}"

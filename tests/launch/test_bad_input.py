@@ -200,6 +200,7 @@ def test_one_line_and_nothing_is_started(
         (["data-path=null", "mock-data=true"], ""),
         (["data-path=null", "split=null", "train-data-path=[good]", "valid-data-path=[good]"], ""),
         (["save=null"], ""),
+        (["global-batch-size=3", "eval-global-batch-size=2", "decrease-batch-size-if-needed=true"], ""),
         (["data-path=[longer]"], "warning: data-path: longer.bin has "),
         (["vocab-size=200", "make-vocab-size-divisible-by=300"], "holds the token 256, but the vocabulary ends at 199"),
         (["vocab-size=70000"], "holds 16-bit tokens, too small for a vocabulary of 70000"),
