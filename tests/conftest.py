@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,6 +14,16 @@ import torch
 
 # The tensors of the tests are small, and several ranks share the cores: threads would only wait for each other.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def attention_unchosen() -> Iterator[None]:
+    """Megatron's models write NVTE_* variables, by the attention that they want; later tests start ranks with them."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("NVTE_")}
+    yield
+    for name in [name for name in os.environ if name.startswith("NVTE_")]:
+        del os.environ[name]
+    os.environ.update(before)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,15 +20,6 @@ SHORTER = (
     "max-position-embeddings=128 num-layers=2"
 ).split()
 """What leaves the kind of model, the layout of ranks and the settings of LoCo as they are."""
-
-
-@pytest.fixture(autouse=True)
-def environment_as_before() -> Iterator[None]:
-    """Megatron's models write NVTE_* variables, by the attention that they want; later tests start ranks with them."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")
