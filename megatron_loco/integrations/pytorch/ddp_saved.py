@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass, field
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loco.collectives.saved_state import column_names, damaged_tensors, load_counters, save_counters, signature
 from megatron_loco.collectives.state import BucketState
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,12 @@ def save_bucket(names: tuple[str, ...], state: BucketState | None) -> SavedBucke
 def load_bucket(saved: SavedBucket, state: BucketState) -> None:
     """Put it into a fresh state of the same parameters.
 
-    The error comes with it if it is of the same layout; otherwise it is zero.
+    The error comes with it if it is of the same layout; otherwise it is zero, and a warning says so.
     """
-    if saved.signature != signature(state) or not saved.error or state.config.load_error == "never":
+    fits = saved.signature == signature(state)
+    if saved.error and not fits and state.config.load_error == "auto" and dist.get_rank() == 0:
+        logger.warning("LoCo: the saved error of the %s is in other blocks: it starts at zero", state.name)
+    if not fits or not saved.error or state.config.load_error == "never":
         state.resume(saved.step)
         return
     assert saved.counters is not None  # a bucket with an error has them

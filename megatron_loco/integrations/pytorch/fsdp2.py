@@ -12,6 +12,7 @@ backward pass; with ``model.set_requires_gradient_sync(False)`` in all but the l
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,7 +120,7 @@ class FSDP2Handle(SavedStates):
             reduction.uninstall()
 
 
-class _UnitReduction:
+class _UnitReduction(ABC):
     # The reduction of one unit over `over`, with a state for the parameters that get gradients at present.
     def __init__(
         self, name: str, group: Any, names: Sequence[str], states: ModelStates, over: dist.ProcessGroup
@@ -133,15 +134,17 @@ class _UnitReduction:
         self._state: BucketState | None = None
         self._numel = 0
 
+    @abstractmethod
     def install(self) -> None:
-        raise NotImplementedError
+        """Reduce by LoCo."""
 
+    @abstractmethod
     def uninstall(self) -> None:
-        raise NotImplementedError
+        """Reduce as torch does."""
 
+    @abstractmethod
     def _layout(self) -> tuple[int, int, list[ParamSpan]]:
-        # Elements of what torch hands over, of the bucket that is made of it, and where parameters lie in that.
-        raise NotImplementedError
+        """Elements of what torch hands over, of the bucket that is made of it, and where parameters lie in that."""
 
     def current_state(self, dtype: torch.dtype | None = None) -> BucketState | None:
         """The state for the parameters that are trainable now; ``None`` where there is nothing to compress."""

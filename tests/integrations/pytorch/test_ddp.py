@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import logging
 import pickle
 from typing import Any
 
@@ -201,6 +202,24 @@ def test_another_number_of_ranks_starts_with_zero_error_and_keeps_the_step(run: 
     saved = run(2, _state_after_five)
     assert run(3, _elsewhere, [*saved, saved[0]]) == [({6}, False)] * 3
     assert run(2, _elsewhere, saved) == [({6}, True)] * 2
+
+
+def _other_blocks(group: dist.ProcessGroup) -> tuple[set[int], list[str]]:
+    saved = _state_after_five(group)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_loco").addHandler(handler)
+    _, state = _train(group, range(5, 6), dataclasses.replace(FOUR_BITS, block_size=64), saved=saved)
+    logging.getLogger("megatron_loco").removeHandler(handler)
+    return {each.step for each in state.states}, [text for text in messages if "starts at zero" in text]
+
+
+def test_an_error_in_other_blocks_is_dropped_with_a_warning(run: Run) -> None:
+    (steps, first), (_, second) = run(2, _other_blocks)
+    assert steps == {6}
+    assert first
+    assert not second
 
 
 def _other_parameters(group: dist.ProcessGroup, saved: dict[str, Any]) -> bool:
